@@ -49,8 +49,7 @@ REFUSED = """
 UNTRIED = """
     dataloader-inter-document-masking enable-mhc-connections
     expert-tensor-parallel-num-weight-shards fine-grained-activation-offloading
-    fused-residual-rmsnorm hybrid-attention-ratio hybrid-context-parallel
-    hybrid-layer-pattern hybrid-mlp-ratio hybrid-override-pattern inprocess-restart is-hybrid-model
+    fused-residual-rmsnorm hybrid-context-parallel inprocess-restart
     log-max-attention-logit mlp-chunks-for-training moe-latent-size moe-paged-stash
     moe-shared-expert-overlap moe-upcycling-granularity moe-use-upcycling
     mtp-hybrid-override-pattern optimizer-cuda-graph

@@ -1,7 +1,7 @@
 """Specifications that name their linear layers and ask no provider: those of T5 and BERT, of vision
 models, and of hybrid ones.
 
-Attention and MLPs become ours there too. The mixers of hybrid models stay Megatron's.
+Attention, MLPs and the linear layers of Mamba's mixers become ours there too.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ OF_ATTENTION_AND_MLP = (
     "megatron.core.models.multimodal.llava_spec",
     "megatron.core.models.vision.vit_layer_specs",
 )
-# these are finished when they are imported, and have mixers beside the layers of these names
+# these are finished when they are imported, and have mixers of other kinds beside these layers
 HYBRID = (
     "megatron.core.models.mamba.mamba_layer_specs",
     "megatron.core.models.hybrid.hybrid_layer_specs",
 )
 MIXED = ("linear_qkv", "linear_q", "linear_kv", "linear_proj", "linear_fc1", "linear_fc2")
+MIXER = "MambaMixerSubmodules"  # all of its linear layers
 
 
 def use(replacements: Mapping[Any, Any], norm: Any = None, named: str | None = None) -> None:
@@ -53,11 +54,14 @@ def use(replacements: Mapping[Any, Any], norm: Any = None, named: str | None = N
 
 
 def substitute(spec: Any, replacements: Mapping[Any, Any], names: Collection[str] | None) -> None:
-    """In a specification and all its members; in those of these `names` alone, if given."""
+    """In a specification and all its members; if given, in those of these `names` alone, and in all
+    of Mamba's mixers.
+    """
+    of_mixer = type(spec).__name__ == MIXER
     for name, value in list(_members(spec)):
         if not isinstance(value, type):
             substitute(value, replacements, names)
-        elif value in replacements and (names is None or name in names):
+        elif value in replacements and (names is None or of_mixer or name in names):
             setattr(spec, name, replacements[value])
 
 

@@ -116,18 +116,18 @@ def _of_values(args: Any) -> Iterator[Refusal]:
     yield from _of_graphs(value("cuda_graph_impl"), value("cuda_graph_scope"))
     layers = value("flux_layers")
     if value("multi_latent_attention") and not of_te:
-        yield Refusal("--multi-latent-attention", "it needs TransformerEngine's layers")
-    elif value("multi_latent_attention") and (not layers or "qkv" in layers):
-        yield Refusal(
-            "--multi-latent-attention",
-            "its projections take listed classes only; --flux-layers without qkv can go with it",
-        )
+        why = "it needs TransformerEngine's layers: Megatron's own attention cannot do it"
+        yield Refusal("--multi-latent-attention", why)
     if value("qk_l2_norm") and not (of_te or value("num_experts") or value("spec") == OUR_SPEC):
         yield Refusal("--qk-l2-norm", "Megatron drops it where its local layers are all alike")
     if value("position_embedding_type") == "relative":
         yield Refusal("--position-embedding-type relative", _TE_ALONE)
-    if value("spec") not in (None, OUR_SPEC):
-        yield _of_spec(args.spec, of_te)
+    spec = value("spec")
+    if spec not in (None, OUR_SPEC) and not (of_te and spec[0] in explicit_specs.HYBRID):
+        why = "it says itself which layers are built"
+        if spec[0] in explicit_specs.HYBRID:
+            why = "hybrid models need TransformerEngine's layers"
+        yield Refusal("--spec " + " ".join(spec), why)
     if value("delay_wgrad_compute") and not of_te:
         yield Refusal(
             "--delay-wgrad-compute", "Megatron delays with TransformerEngine's layers alone"
@@ -184,6 +184,10 @@ def of_fp8(args: Any, of_te: bool) -> Iterator[Refusal]:
     recipe = getattr(recipe, "value", recipe)  # of an enumeration
     if recipe not in FP8_RECIPES:
         yield Refusal(f"--fp8-recipe {recipe}", f"one of {', '.join(FP8_RECIPES)} expected")
+    for other in ("multi_latent_attention", "spec"):
+        if getattr(args, other, None):
+            why = f"it was never tried with --{other.replace('_', '-')}"
+            yield Refusal(name, why, may_be_allowed=True)
 
 
 def _of_experts(args: Any) -> Iterator[Refusal]:
@@ -196,13 +200,6 @@ def _of_experts(args: Any) -> Iterator[Refusal]:
     divided = getattr(args, "expert_tensor_parallel_size", None) or tp or 1
     if getattr(args, "num_experts", None) and (why_not := experts.why_not(args, divided)):
         yield Refusal("--flux-experts", why_not)
-
-
-def _of_spec(spec: list[str], of_te: bool) -> Refusal:
-    if of_te and spec[0] in explicit_specs.HYBRID:
-        why = "hybrid models were never trained with our layers; their mixers would stay Megatron's"
-        return Refusal("--spec " + " ".join(spec), why, may_be_allowed=True)
-    return Refusal("--spec " + " ".join(spec), "it says itself which layers are built")
 
 
 def _of_graphs(impl: Any, scope: Any) -> Iterator[Refusal]:

@@ -41,7 +41,7 @@ CASES: Mapping[str, str] = {
     "expert overlap": f"{LLAMA} {MOE} {EP}",
     "delayed weight gradients": f"{LLAMA} {MOE} {EP} --moe-shared-expert-intermediate-size 1024",
     "latent attention": f"{LLAMA.replace('--group-query-attention --num-query-groups 4', '')} "
-                        "--multi-latent-attention",
+                        "--multi-latent-attention --q-lora-rank 512",
     "multi-token prediction": f"{LLAMA} --mtp-num-layers 1",
     "CUDA graphs of layers": f"{GPT} --cuda-graph-impl local --te-rng-tracker",
     "offloaded activations": f"{GPT} --cpu-offloading-num-layers 1",
@@ -84,7 +84,6 @@ IN_FP8: Mapping[str, str] = {
     "CUDA graphs of layers tensorwise": f"{GPT} {TENSORWISE} --cuda-graph-impl local "
                                          "--te-rng-tracker",
 }  # fmt: skip
-OURS_ALONE = {"latent attention": "--flux-layers proj fc1 fc2"}  # qkv is refused there
 SAVED_BY = {"ours from stock's checkpoint": "stock", "stock from ours": "ours"}
 # its LM head's wgrad fusion needs apex
 STOCK = "--bf16 --no-gradient-accumulation-fusion"
@@ -102,9 +101,8 @@ ARMS_IN_FP8 = {
 
 def arguments(case: str, arm: str, steps: int = STEPS) -> list[str]:
     """Of pretrain_gpt.py."""
-    more = OURS_ALONE.get(case, "") if arm == "ours" else ""
-    if arm != "reference":
-        more += OF_FOUR.get(case, "") + OF_16_BITS.get(case, "")
+    of_bf16 = (each.get(case, "") for each in (OF_FOUR, OF_16_BITS))
+    more = "" if arm == "reference" else " ".join(of_bf16)
     arms = ARMS_IN_FP8 if case in IN_FP8 else ARMS
     model = {**CASES, **IN_FP8}[case]
     return f"{COMMON} {model} {arms[arm]} {more} --train-iters {steps}".split()

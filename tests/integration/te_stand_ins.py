@@ -242,6 +242,7 @@ STAND_INS = {
         TELayerNormColumnParallelLinear,
     )
 }  # fmt: skip
+STACKS = ("megatron.core.ssm.mamba_block", "megatron.core.models.hybrid.hybrid_block")
 THEIRS = transformer_engine_spec_provider.TESpecProvider
 # whoever imports the provider if it finds TransformerEngine, and its norm beside it
 USERS = (
@@ -257,7 +258,8 @@ def pretend_te() -> None:
     install._output_layer.close()
     for module in (transformer_engine, transformer_engine_spec_provider, backends, attention,
                    multi_latent_attention, multi_token_prediction, transformer_block,
-                   gpt_layer_specs):  # fmt: skip
+                   gpt_layer_specs, *(sys.modules[name] for name in STACKS if name in sys.modules)
+                   ):  # fmt: skip
         for name, stand_in in STAND_INS.items():
             if hasattr(module, name):
                 setattr(module, name, stand_in)

@@ -8,16 +8,19 @@ import importlib
 import sys
 from typing import Any
 
+import mamba_stand_in
 import pytest
 import side_by_side as sbs
+import te_stand_ins
 import torch
 import torch.distributed as dist
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.bert import bert_layer_specs
 from megatron.core.models.bert.bert_model import BertModel
-from megatron.core.models.mamba import mamba_layer_specs
+from megatron.core.models.mamba import mamba_layer_specs, mamba_model
 from megatron.core.models.T5 import t5_model, t5_spec
 from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import transformer_block
 from ranks import run_ranks
@@ -115,7 +118,7 @@ class Column: ...
 class Row: ...
 
 
-def test_hybrid_specifications_keep_their_mixers(monkeypatch):
+def test_hybrid_specifications_name_our_layers(monkeypatch):
     monkeypatch.setattr(transformer_engine, "TELayerNormColumnParallelLinear", TheirColumn)
     monkeypatch.setattr(transformer_engine, "TERowParallelLinear", TheirRow)
     module = _specifications_anew()
@@ -126,7 +129,7 @@ def test_hybrid_specifications_keep_their_mixers(monkeypatch):
     mixer = layers.mamba_layer.submodules.mixer.submodules
     assert (attention.linear_qkv, attention.linear_proj) == (Column, Row)
     assert (mlp.linear_fc1, mlp.linear_fc2) == (Column, Row)
-    assert (mixer.in_proj, mixer.out_proj) == (TheirColumn, TheirRow)
+    assert (mixer.in_proj, mixer.out_proj) == (Column, Row)
     monkeypatch.undo()
     _specifications_anew()
 
@@ -136,6 +139,42 @@ def _specifications_anew() -> Any:
     if elsewhere := sys.modules.get("megatron.core.models.hybrid.hybrid_layer_specs"):
         importlib.reload(elsewhere)
     return importlib.reload(mamba_layer_specs)
+
+
+@pytest.mark.parametrize("flags", [(), ("--flux-layers", "qkv", "proj")])
+def test_a_hybrid_model_follows_stock(flags):
+    """Its attention, its MLP and its mixer."""
+    for stock, ours, layers, report in run_ranks(_hybrid, 2, flags):
+        torch.testing.assert_close(ours, stock, atol=1e-6, rtol=1e-5)
+        assert (layers.ours, layers.total) == (2 if flags else 7, 7), layers
+        assert report.overlapped == report.total == 2 * layers.ours
+
+
+def _hybrid(rank: int, flags: tuple[str, ...]) -> tuple[Any, ...]:
+    sbs.start(2)
+    te_stand_ins.pretend_te()
+    mamba_stand_in.install(mamba_context_parallel, mamba_mixer)
+    module = _specifications_anew()
+    found: list[Any] = []
+    for ours in (False, True):
+        sbs.seed()
+        if ours:
+            assert te_stand_ins.overlap(*flags)
+            flux_megatron.reset_report()
+        config = sbs.settings(
+            2, True, torch.float32, **{**SHAPE, "num_layers": 3}, mamba_num_groups=2,
+                              mamba_state_dim=4, mamba_head_dim=8)  # fmt: skip
+        model = mamba_model.MambaModel(
+            config=config, mamba_stack_spec=module.mamba_stack_spec, vocab_size=VOCAB,
+            max_sequence_length=SEQUENCE, hybrid_override_pattern="M*-",
+        )  # fmt: skip
+        tokens = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE)
+        mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
+        loss = model(tokens, tokens % SEQUENCE, mask, labels=tokens).mean()
+        loss.backward()
+        loss = loss.detach()
+        found.append({"loss": loss, **{n: p.grad for n, p in model.named_parameters()}})
+    return *found, coverage.layers_of([model], flags[1:] or None), flux_megatron.report()
 
 
 def test_a_launch_puts_ours_there():

@@ -229,17 +229,33 @@ def test_layers_that_were_not_chosen_are_transformer_engine_s(rank, layers):
     assert found[True] == set(CHOSEN[layers].split())
 
 
+# of its projections those to latents are whole on every rank, and communicate nothing
+LATENT = {
+    "linear_q_proj": FluxColumnParallelLinear,
+    "linear_q_down_proj": te.TELinear,
+    "linear_kv_down_proj": te.TELinear,
+    "linear_q_up_proj": FluxColumnParallelLinear,
+    "linear_kv_up_proj": FluxColumnParallelLinear,
+    "linear_proj": FluxRowParallelLinear,
+}
+
+
+@pytest.mark.parametrize("layers", [(), ("proj", "fc1", "fc2"), ("qkv",)])
+@pytest.mark.parametrize("more", [{}, {"q_lora_rank": None}, {"qk_layernorm": False}])
 @on_cpu_ranks(2)
-def test_latent_attention_keeps_its_own_projections(rank):
+def test_latent_attention_follows_stock(rank, more, layers):
     start({})
-    stock = _latent_model()
-    assert te.overlap("--flux-layers", "proj", "fc1", "fc2")
-    ours = _latent_model()
+    stock = _latent_model(**more)
+    assert te.overlap(*(("--flux-layers", *layers) if layers else ()))
+    ours = _latent_model(**more)
     assert parameters(stock) == parameters(ours)
-    attention = ours.decoder.layers[0].self_attention
-    assert type(attention.linear_proj) is FluxRowParallelLinear
-    assert type(attention.linear_q_down_proj) is te.TELinear
-    assert type(attention.linear_kv_up_proj) is te.TELayerNormColumnParallelLinear
+    assert sharded(stock) == sharded(ours)
+    attention, theirs = (model.decoder.layers[0].self_attention for model in (ours, stock))
+    for name, kind in LATENT.items():
+        built = getattr(attention, name, None)
+        chosen = not layers or ("proj" if name == "linear_proj" else "qkv") in layers
+        expected = kind if chosen else type(getattr(theirs, name, None))
+        assert built is None or isinstance(built, expected), name
     tokens = torch.arange(8)[None]
     mask = torch.triu(torch.ones(1, 1, 8, 8, dtype=torch.bool), 1)
     losses = [model(tokens, tokens, mask, labels=tokens).mean() for model in (stock, ours)]
@@ -250,17 +266,18 @@ def test_latent_attention_keeps_its_own_projections(rank):
         torch.testing.assert_close(theirs.grad, own.grad, atol=1e-6, rtol=1e-5)
 
 
-def _latent_model() -> GPTModel:
+def _latent_model(**more: Any) -> GPTModel:
     sbs.seed()
+    given = {"q_lora_rank": 8, "qk_layernorm": True, **more}
     config = MLATransformerConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, normalization="RMSNorm",
-        q_lora_rank=8, kv_lora_rank=8, qk_head_dim=4, qk_pos_emb_head_dim=4, v_head_dim=4,
+        kv_lora_rank=8, qk_head_dim=4, qk_pos_emb_head_dim=4, v_head_dim=4,
         tensor_model_parallel_size=2, sequence_parallel=True, use_cpu_initialization=True,
         add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, rope_type="rope",
-        multi_latent_attention=True, qk_layernorm=True, apply_rope_fusion=False,
+        multi_latent_attention=True, apply_rope_fusion=False, **given,
     )  # fmt: skip
     spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-        qk_layernorm=True, multi_latent_attention=True
+        qk_layernorm=config.qk_layernorm, multi_latent_attention=True
     )
     return GPTModel(config=config, transformer_layer_spec=spec, vocab_size=16,
                     max_sequence_length=8, position_embedding_type="rope")  # fmt: skip

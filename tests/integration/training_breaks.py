@@ -23,12 +23,12 @@ Break = Callable[[], contextlib.AbstractContextManager[Any]]
 @contextlib.contextmanager
 def terms_missing() -> Iterator[None]:
     """Rank 1 contributes nothing to the sums of forward."""
-    start = functions.ops.start_gemm_rs
+    run = functions.ops.run_gemm_rs
 
     def without(x, *args, **options):
-        return start(torch.zeros_like(x) if dist.get_rank() == 1 else x, *args, **options)
+        return run(torch.zeros_like(x) if dist.get_rank() == 1 else x, *args, **options)
 
-    with mock.patch.object(functions.ops, "start_gemm_rs", without):
+    with mock.patch.object(functions.ops, "run_gemm_rs", without):
         yield
 
 
@@ -85,12 +85,12 @@ def silent() -> Iterator[None]:
 @contextlib.contextmanager
 def old_weights() -> Iterator[None]:
     """A layer keeps the weight that it saw first."""
-    start, kept = functions.ops.start_gemm_rs, {}
+    run, kept = functions.ops.run_gemm_rs, {}
 
     def with_kept(x, w, *args, **options):
-        return start(x, kept.setdefault(w.data_ptr(), w.detach().clone()), *args, **options)
+        return run(x, kept.setdefault(w.data_ptr(), w.detach().clone()), *args, **options)
 
-    with mock.patch.object(functions.ops, "start_gemm_rs", with_kept):
+    with mock.patch.object(functions.ops, "run_gemm_rs", with_kept):
         yield
 
 

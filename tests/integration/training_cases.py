@@ -264,6 +264,7 @@ FEATURES: dict[str, Feature] = {
         config={**ALL_TO_ALL, **OVERLAPPED_P2P, "moe_layer_freq": [0, 1] * 2},
         ddp={"delay_wgrad_compute": True}, unchecked=DELAYED, around=two_streams,
     ),
+    "context parallel, CP 2": Feature(cp=2, config={**LLAMA, **FUSION}, microbatches=2, quick=True),
     "TP 4": Feature(tp=4, config={**LLAMA, **FUSION}),
     "bf16": Feature(**LOW, dtype=torch.bfloat16, quick=True),
     "fp16": Feature(**LOW, dtype=torch.float16),

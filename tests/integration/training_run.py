@@ -6,10 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import side_by_side as sbs
 import torch
 import torch.distributed as dist
+from context_attention import ContextAttention, positions_here
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -23,6 +25,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from flux_megatron.integration import gpt_block_spec, use_flux_output_layer
+from flux_megatron.integration.provider import StockSpecProvider
 from flux_megatron.integration.specs import local_spec_from
 from flux_megatron.lab.train.model import layer_context
 
@@ -49,6 +52,7 @@ class Feature:
     pp: int = 1
     vp: int | None = None
     dp: int = 1
+    cp: int = 1
     sp: bool = True
     dtype: torch.dtype = torch.float32
     steps: int = STEPS
@@ -61,7 +65,7 @@ class Feature:
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     @property
     def low_precision(self) -> bool:
@@ -76,7 +80,8 @@ class Training:
         experts = {k: v for k, v in feature.config.items() if k.startswith("expert_")}
         sbs.start(
             feature.tp, pipeline_model_parallel_size=feature.pp,
-            virtual_pipeline_model_parallel_size=feature.vp, **experts,
+            virtual_pipeline_model_parallel_size=feature.vp, context_parallel_size=feature.cp,
+            **experts,
         )  # fmt: skip
         self.feature, self.layers, self.done = feature, layers, 0
         self.grad_norm: float | None = None  # of the last step
@@ -106,9 +111,16 @@ class Training:
     def specifications(self, vp_stage: int | None) -> tuple[Any, Any]:
         """Of the decoder and of multi-token prediction."""
         layers = "flux" if self.layers == "flux" else "stock"
-        spec = gpt_block_spec(self.config, layers, vp_stage)
-        with local_spec_from(layers):
+        with self._attention():
+            spec = gpt_block_spec(self.config, layers, vp_stage)
+        with self._attention(), local_spec_from(layers):
             return spec, get_gpt_mtp_block_spec(self.config, spec, False, vp_stage)
+
+    def _attention(self) -> contextlib.AbstractContextManager[Any]:
+        """Megatron's own attention does no context parallelism."""
+        if self.feature.cp == 1:
+            return contextlib.nullcontext()
+        return mock.patch.object(StockSpecProvider, "core_attention", return_value=ContextAttention)
 
     def _wrapped(self, module: GPTModel, ddp: DistributedDataParallelConfig) -> Any:
         inner = Float16Module(self.config, module) if self.feature.low_precision else module
@@ -182,7 +194,7 @@ def _config(feature: Feature, layers: str) -> Any:
         "num_layers": 2, "hidden_size": HIDDEN, "ffn_hidden_size": 2 * HIDDEN,
         "hidden_dropout": 0.0, "attention_dropout": 0.0, "masked_softmax_fusion": False,
         "pipeline_model_parallel_size": feature.pp, "fp16": feature.dtype == torch.float16,
-        "virtual_pipeline_model_parallel_size": feature.vp,
+        "virtual_pipeline_model_parallel_size": feature.vp, "context_parallel_size": feature.cp,
     }  # fmt: skip
     options = {**defaults, **feature.config, **(feature.only_ours if layers == "flux" else {})}
     config = sbs.settings(feature.tp, feature.sp, feature.dtype, **options)
@@ -207,7 +219,10 @@ def _batches(step: int, length: int, microbatches: int) -> Iterator[tuple[torch.
         first = torch.randint(0, VOCAB, (BATCH, 1), generator=generator)
         tokens = (first + 3 * torch.arange(length + 1)) % VOCAB
         positions = torch.arange(length).repeat(BATCH, 1)
-        yield tokens[:, :-1].contiguous(), positions, mask, tokens[:, 1:].contiguous()
+        whole = (tokens[:, :-1], positions, tokens[:, 1:])
+        here = (part[:, positions_here(length)].contiguous() for part in whole)
+        inputs, positions, labels = here
+        yield inputs, positions, mask, labels
 
 
 def _forward_step(batches: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:

@@ -1,0 +1,72 @@
+"""Two tensor-parallel groups of different size in one process: a vision model's and that of the
+language model which reads its output.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import side_by_side as sbs
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_block import TransformerBlock
+from ranks import on_cpu_ranks
+
+import flux_megatron
+from flux_megatron.integration import gpt_block_spec
+
+SEQUENCE, BATCH, HIDDEN = 16, 2, 32
+
+
+def block(tp: int, group: Any, layers: str) -> TransformerBlock:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    sbs.seed()
+    config = sbs.settings(
+        tp, True, torch.float32, hidden_size=HIDDEN, ffn_hidden_size=2 * HIDDEN,
+        hidden_dropout=0.0, attention_dropout=0.0, masked_softmax_fusion=False,
+    )  # fmt: skip
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups.tp = group
+    return TransformerBlock(config, gpt_block_spec(config, layers), pg_collection=groups)
+
+
+def trained(vision: Any, language: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The vision model's ranks share its rows out to more ranks, or to fewer."""
+    small, large = (model.pg_collection.tp for model in (vision, language))
+    x = x.clone().requires_grad_()
+    seen = vision(scatter_to_sequence_parallel_region(x, group=small), None)
+    seen = gather_from_sequence_parallel_region(
+        seen, tensor_parallel_output_grad=False, group=small
+    )
+    y = language(scatter_to_sequence_parallel_region(seen, group=large), None)
+    y.square().sum().backward()
+    models = {"vision": vision, "language": language}
+    found = {f"{m} {n}": p.grad for m, model in models.items() for n, p in model.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad, **found}
+
+
+@pytest.mark.skipif(
+    "pg_collection" not in inspect.signature(TransformerBlock).parameters,
+    reason="blocks of this release take groups of another kind",
+)
+@pytest.mark.parametrize(("ranks", "of_vision"), [(2, 1), (4, 2)])
+@on_cpu_ranks("ranks", environment={"FLUX_MEGATRON_STRATEGY": "pipelined"})
+def test_a_vision_model_of_fewer_ranks_follows_stock(rank, ranks, of_vision):
+    sbs.start(ranks)
+    own = [dist.new_group([*range(n, n + of_vision)]) for n in range(0, ranks, of_vision)]
+    x = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=torch.Generator().manual_seed(3))
+    mine = own[rank // of_vision]
+    results = [
+        trained(block(of_vision, mine, layers), block(ranks, dist.group.WORLD, layers), x)
+        for layers in ("stock", "flux")
+    ]
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+    report = flux_megatron.report()
+    assert report.overlapped == report.total == 8 * (1 + (of_vision > 1))
