@@ -56,6 +56,7 @@ iterations)
 launches)
     : "${FLUX_MEGATRON_LM:?set it to a checkout of Megatron-LM}"
     step "$python" tests/differential/te_launches.py "$checkout" "$out/te_launches.jsonl" --commit "$commit" --seconds "$limit"
+    step "$python" tests/differential/te_launches.py "$checkout" "$out/te_launches.jsonl" --commit "$commit" --seconds "$limit" --fp8
     ;;
 megatron)
     : "${FLUX_MEGATRON_LM:?set it to a checkout of Megatron-LM}"

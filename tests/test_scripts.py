@@ -81,7 +81,8 @@ def program(words: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("run", RUNS)
 def test_every_command_knows_its_options(run, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "tests/gpu")
+    for folder in ("gpu", "differential"):  # a script finds what lies beside it
+        monkeypatch.syspath_prepend(ROOT / "tests" / folder)
     asked = 0
     for words in commands(run, tmp_path):
         if words[-1] == "scripts/test.sh":

@@ -112,19 +112,18 @@ def general_gemm(
         return _serial(A, B, ub, gathers, extra_output, options)
     layout = options.get("layout", "TN")
     w, of_w = _operand(A, transposed=layout == "NN")
-    rows, of_x = _operand(B, given=ub.taken() if gathers else None)
+    rows, of_x = _operand(B)
     given: dict[str, Any] = {"layout": "nt" if layout == "TN" or of_w is not None else "nn"}
     if of_x is not None and of_w is not None:
         split = options.get("use_split_accumulator", False)
         given["scaling"] = Scaling(of_x, of_w, options["out_dtype"], split)
-    outer = rows.shape[1:-1]  # where x has three dimensions
-    rows = rows.flatten(0, -2) if outer else rows
     if not gathers:
-        y = ops.run_gemm_rs(rows, w, ub.group, **given).view_as(extra_output)
+        y = ops.run_gemm_rs(rows.flatten(0, -2), w, ub.group, **given).view_as(extra_output)
         return y, None, None, y
+    shard = ub.taken().view(rows.dtype).flatten(0, -2)
     consume = functools.partial(_keep, B) if options.get("grad") else None
-    y = ops.run_ag_gemm(rows, w, options.get("bias"), ub.group, consume=consume, **given)
-    return (y.view(-1, *outer, y.shape[1]) if outer else y), None, None, None
+    y = ops.run_ag_gemm(shard, w, options.get("bias"), ub.group, consume=consume, **given)
+    return y.view(*B.size()[:-1], -1), None, None, None
 
 
 def _keep(whole: Any, rows: Tensor) -> None:
@@ -136,16 +135,11 @@ def _keep(whole: Any, rows: Tensor) -> None:
         whole._transpose_invalid = False
 
 
-def _operand(
-    tensor: Any, transposed: bool = False, given: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Its elements, or those `given` for them, and the scale of FP8 ones. These lie along K:
-    `transposed`, its transpose.
-    """
+def _operand(tensor: Any, transposed: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Its elements, and the scale of FP8 ones. These lie along K: `transposed`, its transpose."""
     if not _is_fp8(tensor):
-        return (tensor if given is None else given), None
-    stored = _stored(tensor, transposed) if given is None else given
-    return stored.view(_DTYPES[tensor._fp8_dtype]), tensor._scale_inv
+        return tensor, None
+    return _stored(tensor, transposed).view(_DTYPES[tensor._fp8_dtype]), tensor._scale_inv
 
 
 def _stored(tensor: Any, transposed: bool) -> Any:
