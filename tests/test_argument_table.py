@@ -50,11 +50,12 @@ UNTRIED = """
     dataloader-inter-document-masking enable-mhc-connections
     expert-tensor-parallel-num-weight-shards fine-grained-activation-offloading
     fused-residual-rmsnorm hybrid-context-parallel inprocess-restart
-    log-max-attention-logit mlp-chunks-for-training moe-latent-size moe-paged-stash
-    moe-shared-expert-overlap moe-upcycling-granularity moe-use-upcycling
+    log-max-attention-logit megatron-fsdp-version mlp-chunks-for-training
+    moe-latent-size moe-paged-stash moe-shared-expert-overlap moe-upcycling-granularity
+    moe-use-upcycling
     mtp-hybrid-override-pattern optimizer-cuda-graph
     overlap-dispatch-backward-with-experts-wgrad
-    perform-rl-step qk-clip sft tensor-parallel-num-weight-shards use-megatron-fsdp
+    perform-rl-step qk-clip sft tensor-parallel-num-weight-shards
     use-te-activation-func
 """
 

@@ -129,9 +129,11 @@ def _of_values(args: Any) -> Iterator[Refusal]:
             why = "hybrid models need TransformerEngine's layers"
         yield Refusal("--spec " + " ".join(spec), why)
     if value("delay_wgrad_compute") and not of_te:
-        yield Refusal(
-            "--delay-wgrad-compute", "Megatron delays with TransformerEngine's layers alone"
-        )
+        why = "Megatron delays with TransformerEngine's layers alone"
+        yield Refusal("--delay-wgrad-compute", why)
+    elif value("delay_wgrad_compute") and value("use_megatron_fsdp"):
+        why = "it was never tried with --use-megatron-fsdp"
+        yield Refusal("--delay-wgrad-compute", why, may_be_allowed=True)
     if (
         value("defer_embedding_wgrad_compute")
         and layers

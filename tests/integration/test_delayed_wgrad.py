@@ -8,6 +8,7 @@ import torch
 from side_by_side import Case
 
 import flux_megatron
+from flux_megatron.integration import arm
 from flux_megatron.integration.apex_shim import provide_wgrad_kernels
 
 
@@ -92,3 +93,17 @@ def test_what_nobody_asks_for_later_is_computed_at_once(rank):
     both_microbatches(Case("row"), frozen, True)
     frozen.backward_dw()
     assert frozen.weight.grad is None
+
+
+@sbs.on_tp_ranks(2)
+def test_hooks_run_where_megatron_s_code_has_computed_it(rank):
+    """In the stock arm of a comparison, which delays nothing."""
+    layer = built(Case("row"), True, settings(True, False, delayed=True))
+    hooked = []
+    layer.register_wgrad_accumulation_and_reduce_hooks(lambda: hooked.append(layer.weight.grad))
+    with arm.use(stock=True):
+        both_microbatches(Case("row"), layer, True)
+    at_once = layer.weight.grad.clone()
+    layer.backward_dw()
+    (grad,) = hooked
+    assert torch.equal(grad, at_once)

@@ -24,7 +24,7 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.moe import experts as megatron_experts
 from ranks import on_cpu_ranks
-from test_experts import CASES, VOCAB, build, ours, stock
+from test_experts import CASES, VOCAB, build, ours
 
 import flux_megatron
 from flux_megatron.integration import expert_layers, expert_parameters
@@ -38,7 +38,7 @@ FUSION = {"gradient_accumulation_fusion": True}
 
 @contextlib.contextmanager
 def experts_of(kind: str, is_ours: bool) -> Iterator[None]:
-    with ours() if is_ours else stock(), contextlib.ExitStack() as stack:
+    with ours() if is_ours else sbs.splits_as_lists(), contextlib.ExitStack() as stack:
         if kind == "grouped":
             of_stock = megatron_experts.TEGroupedMLP
             grouped = expert_layers.FluxGroupedExperts if is_ours else of_stock
@@ -140,7 +140,7 @@ def test_training_copies_nothing(rank, kind, case, ddp, more, strategy):
 def test_parameters_are_placed_again_and_saved_as_before(rank):
     """A layer that is moved has one storage again, and is loaded and saved as stock's."""
     sbs.start(1, expert_model_parallel_size=2)
-    with stock():
+    with sbs.splits_as_lists():
         state = build(SEQUENCE, **CASES["two a token"]).state_dict()
     with ours():
         model = build(SEQUENCE, **CASES["two a token"])

@@ -275,6 +275,9 @@ def test_delayed_gradients_need_transformer_engine(monkeypatch, of_te):
     args = argparse.Namespace(transformer_impl="transformer_engine", delay_wgrad_compute=True)
     found = [refusal.name for refusal in requirements.refusals(args, {})]
     assert found == ([] if of_te else ["--delay-wgrad-compute"])
+    args.use_megatron_fsdp = True
+    (refusal,) = requirements.refusals(args, {})
+    assert refusal.may_be_allowed == of_te
 
 
 @pytest.mark.parametrize("of_te", [True, False])
