@@ -78,21 +78,6 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `flat`."""
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        *sections, name = key.split(".")
-        here = tree
-        for section in sections:
-            here = here.setdefault(section, {})
-        if value == {}:
-            here.setdefault(name, {})  # a new one: it may be filled
-        else:
-            here[name] = value
-    return tree
-
-
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], but: tuple[str, ...]) -> str:
     """As "a.b: 1 -> 2; a.c: ...", or nothing. Keys that end in one of `but` may differ."""
     before, after = flat(old), flat(new)

@@ -47,7 +47,6 @@ def test_the_plan_of_dgrad_says_how_x_is_gathered_before_it(rank):
             setattr(strategy, name, _noted(started, strategy, name))
     for gathers, scatters in itertools.permutations(["sequential", "fused", "pipelined"], 2):
         space = workspace(dist.group.WORLD, here())
-        space.decisions.clear()
         space.checked.clear()
         names = {Pattern.AG_GEMM: gathers, Pattern.GEMM_RS: scatters}
         choice.choose = lambda problem, table, space, names=names: (

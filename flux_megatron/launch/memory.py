@@ -18,8 +18,8 @@ RESERVED_BYTES = 3 * 2**30  # assumed: CUDA's context, NCCL's channels, cuBLAS, 
 # Buffers of one gathered matrix [M, hidden] that each arm keeps for its tensor parallelism.
 # megatron: one that all gathers share. te: the fprop and dgrad buffers of four layers and the wgrad
 # buffers of qkv and fc1, by Transformer Engine's default methods. flux: the channels for gather and
-# scatter, with three regions each.
-GATHERED_BUFFERS = {"megatron": 1, "te": 10, "flux": 6}
+# scatter, with two regions each, and a third where a CUDA graph captures calls.
+GATHERED_BUFFERS = {"megatron": 1, "te": 10, "flux": 4}
 EXPERT_BUFFERS = 4  # of capacity x hidden: a2a_gemm and gemm_a2a have two regions each
 
 

@@ -93,15 +93,15 @@ def linear(name: str, x: Tensor, w: Tensor, bias: Tensor | None, options: Option
     """The layer that `options` name, called by this name: one operator where it is traced, one node
     of autograd where gradients are enabled.
     """
-    layer, group, wgrad, save_gathered, _ = options
     if ops.is_traced() and _traceable(name, options):
         from flux_megatron.nn import operators
 
+        layer, group, wgrad, save_gathered, _ = options
         into = wgrad.main_grad if isinstance(wgrad, IntoMainGrad) else None
         named = ("", 1) if group is None else (group.group_name, group.size())
         return operators.linear(layer, x, w, into, *named, bias, save_gathered)[0]
     if not torch.is_grad_enabled():
-        return forward(layer, x, _rows(x), w, bias, group)
+        return forward(options.layer, x, _rows(x), w, bias, options.group)
     return _Linear.apply(dense(x), w, bias, options)
 
 
@@ -168,13 +168,12 @@ def forward(
 ) -> Tensor:  # fmt: skip
     """y; `consume` borrows what a column layer gathers."""
     tokens = x.shape[0]
-    if layer == "row":
-        _check_tokens(x, group)
     with ops.phase("fprop"):
         if layer == "column":
             tokens *= group.size()
             y = ops.run_ag_gemm(rows, w, bias, group, consume=consume)
         elif layer == "row":
+            _check_tokens(x, group)
             tokens //= group.size()
             y = ops.run_gemm_rs(rows, w, group)
         else:

@@ -103,7 +103,7 @@ def test_a_tied_table_lies_on_both_ends_of_a_pipeline():
     assert counts[1] - counts[0] == 51200 // 8 * 12288
 
 
-@pytest.mark.parametrize(("arm", "buffers"), [("megatron", 1), ("te", 10), ("flux", 6)])
+@pytest.mark.parametrize(("arm", "buffers"), [("megatron", 1), ("te", 10), ("flux", 4)])
 def test_what_the_arms_keep_for_themselves(arm, buffers):
     assert memory.workspace(replace(WORKLOAD, arm=arm)) == buffers * 2 * SBH
     assert memory.workspace(replace(WORKLOAD, arm=arm, parallel=Parallel(tp=1))) == 0

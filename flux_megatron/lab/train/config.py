@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -141,9 +142,7 @@ def load(file: Path, overrides: dict[str, Any]) -> TrainConfig:
     shipped = config_files.configs() / "train" / f"{file}.yaml"
     try:
         values = config_files.read(shipped if shipped.is_file() and not file.exists() else file)
-        return TrainConfig.model_validate(
-            config_files.nested(config_files.flat(values) | overrides)
-        )
+        return TrainConfig.model_validate(_nested(config_files.flat(values) | overrides))
     except ValidationError as error:
         raise BadInput(f"{file}: {described(error)}") from None
     except (AttributeError, TypeError):
@@ -169,3 +168,18 @@ def described(error: ValidationError) -> str:
         whole = one["type"] == "missing" or not key  # then the input is all that is around
         found.append(said if whole else f"{said}, {one['input']!r} given")
     return "; ".join(found)
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `config_files.flat`."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        here = tree
+        for section in sections:
+            here = here.setdefault(section, {})
+        if value == {}:
+            here.setdefault(name, {})  # a new one: it may be filled
+        else:
+            here[name] = value
+    return tree
