@@ -199,6 +199,11 @@ class Channel:
             self._forget(pad)
 
     @property
+    def held_by_graph(self) -> bool:
+        """Whether a graph was captured that writes regions of ours."""
+        return self._captured or bool(self._outgrown)
+
+    @property
     def size_bytes(self) -> int:
         held = [self._regions, *self._outgrown] if self._regions else []
         return sum(_REGIONS * regions[0].size_bytes for regions in held)
