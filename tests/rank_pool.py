@@ -85,13 +85,13 @@ def tidy(rank: int) -> int:
     """
     from flux_megatron.overlap.report import reset_report
     from flux_megatron.symm import device
-    from flux_megatron.symm.workspace import release
+    from flux_megatron.symm.workspace import forget
     from flux_megatron.tuning import plan_cache
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     dist.barrier()
-    release()
+    forget()
     reset_report()
     plan_cache._opened.cache_clear()
     device.copy_engine.cache_clear()  # which engine it is, a setting says

@@ -22,9 +22,12 @@ from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.overlap import fused, signalled, transfer
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import call_log, groups
+from flux_megatron.symm import workspace as workspace_module
+from flux_megatron.symm.agreement import Agreement
 from flux_megatron.symm.device import copy_engine
 from flux_megatron.symm.program import CallProgram
 from flux_megatron.symm.workspace import workspace, workspaces
+from flux_megatron.tuning import choice
 
 PIPELINED = {"FLUX_MEGATRON_STRATEGY": "pipelined"}
 
@@ -59,6 +62,68 @@ def test_memory_is_released_on_request_and_taken_again(rank):
     assert workspaces() == []
     flux_megatron.release(group)  # has none: nothing to do
     check(case, other)
+
+
+@on_device_ranks(2)
+def test_plans_outlive_a_release_and_are_not_asked_for_again(rank):
+    group, case = dist.group.WORLD, Case("ag_gemm", 6, 8, 4)
+    check(case)
+    before = dict(workspace(group, here()).agreed)
+    flux_megatron.release()
+    space = workspace(group, here())
+    assert space.agreed == before != {}
+    with mock.patch.object(Agreement, "ask", side_effect=AssertionError("asked")):
+        ((kind, plan, _),) = before
+        assert choice.agreed_table(kind, plan, space) is next(iter(before.values()))
+    flux_megatron.release()
+    if rank == 1:  # as after a failure that rank 0 has not seen
+        workspace_module._agreed_before.clear()
+    check(case)
+    assert workspace(group, here()).agreed.keys() == before.keys()
+
+
+@on_device_ranks(2, environment=PIPELINED)
+def test_memory_of_a_call_in_flight_is_not_released(rank):
+    group, other = dist.group.WORLD, dist.new_group([0, 1])
+    check(Case("ag_gemm", 6, 8, 4), other)
+    check(Case("ag_gemm", 6, 8, 4))
+    space = workspace(group, here())
+    call = space.begin("gather", 100)
+    with pytest.raises(errors.WorkspaceError, match=r"release: .* held: a call is in flight"):
+        flux_megatron.release()
+    assert {one.group for one in workspaces()} == {group, other}  # all or none
+    flux_megatron.release(other)
+    space.end(call)
+    flux_megatron.release()
+    assert workspaces() == []
+    check(Case("ag_gemm", 6, 8, 4))
+    with pytest.raises(ZeroDivisionError):
+        fails_in_the_middle(workspace(group, here()))
+    dist.barrier()
+    flux_megatron.release()  # that call never ends
+    check(Case("ag_gemm", 6, 8, 4))
+
+
+@pytest.mark.parametrize("outgrown", [False, True])
+@on_device_ranks(2, environment=PIPELINED)
+def test_memory_that_a_graph_holds_is_not_released(rank, outgrown):
+    check(Case("ag_gemm", 6, 8, 4))
+    space = workspace(dist.group.WORLD, here())
+    channel = space.channels["gather"]
+    channel.end(channel.begin(captured=True))
+    if outgrown:
+        space.end(space.begin("gather", 4 * channel.region_bytes))
+    with pytest.raises(errors.WorkspaceError, match=r"a captured CUDA graph .* graphs_dropped=T"):
+        flux_megatron.release()
+    assert space.size_bytes > 0
+    with (
+        mock.patch.object(workspace_module, "capturing", return_value=True),
+        pytest.raises(errors.WorkspaceError, match="a CUDA graph is being captured"),
+    ):
+        flux_megatron.release(graphs_dropped=True)
+    flux_megatron.release(graphs_dropped=True)
+    assert space.size_bytes == 0
+    check(Case("ag_gemm", 6, 8, 4))
 
 
 @on_device_ranks(2, environment=PIPELINED | {"FLUX_MEGATRON_TIMEOUT_S": "2"})
@@ -110,23 +175,24 @@ def test_a_wait_is_bounded_by_the_groups_timeout_unless_the_variable_says_otherw
         assert rank or 5 < took_s < 12, "6.4 of 8 s"
 
 
+def fails_in_the_middle(space: workspace_module.Workspace) -> None:
+    with space.guard():
+        space.begin("gather", 100)
+        raise ZeroDivisionError
+
+
 @on_device_ranks(2, environment=PIPELINED)
 def test_who_asks_a_rank_that_fails_is_answered_at_once(rank):
     """Rank 0 asks about a call that is new while rank 1 fails in the middle of another."""
     check(Case("ag_gemm", 6, 8, 4))  # there is a channel
     space = workspace(dist.group.WORLD, here())
 
-    def fails_in_the_middle() -> None:
-        with space.guard():
-            space.begin("gather", 100)
-            raise ZeroDivisionError
-
     dist.barrier()
     began = time.monotonic()
     if rank:
         time.sleep(0.5)  # the other asks by now
         with pytest.raises(ZeroDivisionError):
-            fails_in_the_middle()
+            fails_in_the_middle(space)
     else:
         with pytest.raises(errors.GroupBroken, match="rank 1 failed in the middle of a call"):
             space.agreement.ask("a new call", "")

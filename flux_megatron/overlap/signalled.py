@@ -176,6 +176,10 @@ class Stage:
             self._captured[made] = table
         return table
 
+    @property
+    def held_by_graph(self) -> bool:
+        return bool(self._captured)
+
     def join(self) -> None:
         """What the current stream gets from now on comes after all collectives so far."""
         self.stream.join()

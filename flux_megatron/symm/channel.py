@@ -200,6 +200,11 @@ class Channel:
             self._forget(pad)
 
     @property
+    def held_by_graph(self) -> bool:
+        """Whether a graph was captured that writes regions of ours."""
+        return self._captured or bool(self._outgrown)
+
+    @property
     def size_bytes(self) -> int:
         held = (*self._regions, self._captured, self._spare, *self._outgrown)
         buffers = {id(one._data): one._data for one in held if one is not None}

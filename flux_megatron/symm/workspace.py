@@ -20,7 +20,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flux_megatron import errors, settings
-from flux_megatron.symm import doorbell
+from flux_megatron.symm import doorbell, objects
 from flux_megatron.symm.agreement import Agreement
 from flux_megatron.symm.call_log import QUESTION, CallLog, different_calls
 from flux_megatron.symm.channel import REFRESH_EVERY, Call, Channel
@@ -205,6 +205,33 @@ class Workspace:
         reason = self.agreement.failure() or self.agreement.published() or difference
         return failure if reason in failure else f"{failure} ({reason})"
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether `check` raises: what is open then never ends."""
+        return bool(self._late or self.agreement.broken or self._status.tripped)
+
+    def why_held(self, graphs_dropped: bool) -> str | None:
+        """Why the memory cannot be given back now."""
+        if capturing(self.device):
+            return "a CUDA graph is being captured"
+        if self.open_calls() and not self.has_failed:
+            return "a call is in flight; call it between two calls"
+        held = [*self.channels.values(), *self.kept.values()]
+        if not graphs_dropped and any(one.held_by_graph for one in held):
+            return (
+                "a captured CUDA graph has its addresses; drop the graphs of our calls and pass "
+                "graphs_dropped=True"
+            )
+        return None
+
+    def remember(self, agreed: dict[Hashable, Any]) -> None:
+        """Take over what the group agreed on before `release`, if all ranks know the same of it: a
+        failure may have left one without. Collective.
+        """
+        known = objects.all_gather([repr(key) for key in agreed], self.group)
+        if all(one == known[0] for one in known):
+            self.agreed.update(agreed)
+
     def close(self) -> None:
         """Give back all memory. Nothing of a call is enqueued any more."""
         for channel in self.channels.values():
@@ -264,6 +291,7 @@ def _compare() -> None:
 
 _workspaces: dict[ProcessGroup, Workspace] = {}
 _statuses: dict[torch.device, Status] = {}
+_agreed_before: dict[ProcessGroup, dict[Hashable, Any]] = {}  # `release`
 
 
 def workspace(group: ProcessGroup, device: torch.device) -> Workspace:
@@ -276,6 +304,7 @@ def workspace(group: ProcessGroup, device: torch.device) -> Workspace:
             status = _statuses.setdefault(device, Status(device))
             found = Workspace(group, device, status)
         _workspaces[group] = found
+        found.remember(_agreed_before.pop(group, {}))
         _give_back([other for other in _workspaces if is_destroyed(other)])
         _say_bound(group)
     return found
@@ -308,15 +337,30 @@ def check() -> None:
         space.check()
 
 
-def release(group: ProcessGroup | None = None) -> None:
-    """Give back the symmetric memory of `group`, or of all groups, with its plans and buffers.
+def release(group: ProcessGroup | None = None, *, graphs_dropped: bool = False) -> None:
+    """Give back the symmetric memory of `group`, or of all groups, with its buffers.
 
     Every rank of the group calls it, between two calls; none waits for another, each for its own
-    device. Graphs that have captured calls must not be replayed after it. The next call of the
-    group takes memory again. Groups that are destroyed lose theirs by themselves, at the latest
-    when a call of a new group comes.
+    device. `WorkspaceError`, and nothing is given back, in the middle of a call, in a capture, and
+    after a capture unless `graphs_dropped` says that no graph of before will be replayed. The next
+    call of the group takes memory again and knows the plans of before, unless a call has failed.
+    Groups that are destroyed lose their memory by themselves, at the latest when a call of a new
+    group comes.
     """
-    _give_back([one for one in _workspaces if group is None or one is group])
+    chosen = {one: space for one, space in _workspaces.items() if group is None or one is group}
+    for space in chosen.values():
+        if reason := space.why_held(graphs_dropped):
+            name = space.name
+            raise errors.WorkspaceError(f"release: the memory of group {name} is held: {reason}")
+    remembered = {one: space.agreed.copy() for one, space in chosen.items() if not space.has_failed}
+    _give_back([*chosen])
+    _agreed_before.update(remembered)
+
+
+def forget() -> None:
+    """Give back all memory, whoever holds it, and what ranks have agreed on."""
+    _give_back([*_workspaces])
+    _agreed_before.clear()
 
 
 def _give_back(groups: list[ProcessGroup]) -> None:
@@ -325,6 +369,8 @@ def _give_back(groups: list[ProcessGroup]) -> None:
             torch.cuda.synchronize(device)
     for one in groups:
         _workspaces.pop(one).close()
+    for one in [one for one in _agreed_before if is_destroyed(one)]:
+        del _agreed_before[one]
     for device in {*_statuses} - {space.device for space in _workspaces.values()}:
         del _statuses[device]  # which may say that a wait has ended
 
@@ -336,5 +382,6 @@ def _let_groups_go() -> None:
     A thread that drops the last collective's tensors later aborts the process.
     """
     _workspaces.clear()  # the device may have failed: nothing waits for it
+    _agreed_before.clear()
     _statuses.clear()
     gc.collect()  # workspaces and channels refer to each other

@@ -303,7 +303,7 @@ KEPT: dict[str, dict[tuple, torch.Tensor]] = {}
 
 @contextlib.contextmanager
 def engine(native: bool) -> Iterator[None]:
-    workspace.release()
+    workspace.forget()
     devices.copy_engine.cache_clear()
     engine = CudaCopyEngine(torch.device("cuda", 0))
     engine.runs_lists = native

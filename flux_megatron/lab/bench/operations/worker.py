@@ -56,7 +56,7 @@ def measure(run, options: OperationOptions) -> None:
         for case in some:
             if run.time_left():
                 module.measure(run, case, options.rounds)
-                release()  # symmetric memory of the next size
+                release(graphs_dropped=True)  # symmetric memory of the next size
                 if run.device.type == "cuda":
                     torch.cuda.empty_cache()
 
