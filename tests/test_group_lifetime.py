@@ -110,9 +110,10 @@ def test_memory_that_a_graph_holds_is_not_released(rank, outgrown):
     check(Case("ag_gemm", 6, 8, 4))
     space = workspace(dist.group.WORLD, here())
     channel = space.channels["gather"]
+    larger = 4 * channel.region_bytes
     channel.end(channel.begin(captured=True))
     if outgrown:
-        space.end(space.begin("gather", 4 * channel.region_bytes))
+        space.end(space.begin("gather", larger))
     with pytest.raises(errors.WorkspaceError, match=r"a captured CUDA graph .* graphs_dropped=T"):
         flux_megatron.release()
     assert space.size_bytes > 0

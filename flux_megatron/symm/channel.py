@@ -202,7 +202,7 @@ class Channel:
     @property
     def held_by_graph(self) -> bool:
         """Whether a graph was captured that writes regions of ours."""
-        return self._captured or bool(self._outgrown)
+        return self._captured is not None or bool(self._outgrown)
 
     @property
     def size_bytes(self) -> int:
