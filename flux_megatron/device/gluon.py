@@ -17,9 +17,9 @@ from flux_megatron.kernels.hopper_primitives import (
     count_acq_rel_gpu,
     count_relaxed_gpu,
     signal_release_sys,
-    time_ns,
     wait_acquire_sys,
 )
+from flux_megatron.kernels.primitives import time_ns
 
 __all__ = [
     "close_draws",
