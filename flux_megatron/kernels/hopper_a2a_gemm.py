@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from flux_megatron.kernels import hopper_descriptors, hopper_expert_config, launch
+from flux_megatron.kernels import hopper_descriptors, launch
 from flux_megatron.kernels.expert_routes import (
     RECV_ROW,
     RECV_TILES,
@@ -151,7 +151,7 @@ def hopper_a2a_gemm_kernel(
     moved = TravellingRows(
         x, kept, y, received_desc, routing, capacity, N, K, CONFIG.ROWS, BLOCK_M, CONFIG.KEEP
     )
-    epilogue = HandedTiles(staging, sizes, CONFIG.HALVES, CONFIG.NUM_WARPS)
+    epilogue = HandedTiles(staging, sizes, True, CONFIG.NUM_WARPS)
     scheduler = TileScheduler(tiles, work_words, min(ctas, count))
     fence_async_shared()  # TMA arrives at some of the barriers
     gl.warp_specialize(
@@ -190,9 +190,7 @@ def a2a_gemm(
     N = sides[0] if layout == "nt" else sides[1]
     capacity, K = received.shape
     y = x.new_empty(capacity, N)
-    config = expert_config(
-        world_size, experts, layout, tile, comm_rows, hopper_expert_config.HALVES, len(kept) > 0
-    )
+    config = expert_config(world_size, experts, layout, tile, comm_rows, len(kept) > 0)
     run = _launcher(config, N, K, capacity, x.dtype, x.device, tile)
     described = hopper_descriptors.described
     run(

@@ -12,9 +12,6 @@ from flux_megatron.kernels.sizes import cdiv, next_power_of_2
 from flux_megatron.problem import Tile
 
 TILE = replace(hopper_config.TILE, group_m=16)
-HALVES = (
-    True  # whether the last rows of a group that fill half a tile at most are made as half a one
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,20 +21,19 @@ class ExpertConfig(Config):
     BLOCK_G: int
     HEADER: int
     ROWS: int
-    HALVES: bool
     KEEP: bool
 
 
 @lru_cache(maxsize=256)
 def expert_config(
-    world_size: int, experts: int, layout: str, tile: Tile, comm_rows: int, halves: bool,
+    world_size: int, experts: int, layout: str, tile: Tile, comm_rows: int,
     keep: bool = False,
 ) -> ExpertConfig:  # fmt: skip
     """Rows are pushed, cleared and copied by `comm_rows`, and with `keep` kept for backward."""
     return ExpertConfig(
         **common_config(world_size, layout, tile), EXPERTS=experts,
         PER_SIGNAL=experts_per_signal(experts), BLOCK_G=next_power_of_2(world_size * experts),
-        HEADER=header_bytes(world_size, experts), ROWS=comm_rows, HALVES=halves, KEEP=keep,
+        HEADER=header_bytes(world_size, experts), ROWS=comm_rows, KEEP=keep,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from flux_megatron.kernels import hopper_descriptors, hopper_expert_config, launch
+from flux_megatron.kernels import hopper_descriptors, launch
 from flux_megatron.kernels.expert_collect import expert_collect
 from flux_megatron.kernels.expert_routes import (
     OWN_RECV_TILES,
@@ -152,7 +152,7 @@ def hopper_gemm_a2a_kernel(
     staging = new_staging_tile(received_desc)
     operands = RowsHere(x_desc, w_desc, w_first, w_pitch, routing, sizes, own, count)
     targets = ReturnedRows(y, received_desc, operands, sizes)
-    epilogue = HandedTiles(staging, sizes, CONFIG.HALVES, CONFIG.NUM_WARPS)
+    epilogue = HandedTiles(staging, sizes, True, CONFIG.NUM_WARPS)
     scheduler = TileScheduler(tiles, work_words, min(ctas, count))
     fence_async_shared()  # TMA arrives at some of the barriers
     gl.warp_specialize(
@@ -186,9 +186,7 @@ def gemm_a2a(
     experts, *sides = w.matrices.shape
     N = sides[0] if layout == "nt" else sides[1]
     y = x.new_empty(tokens, N)
-    config = expert_config(
-        world_size, experts, layout, tile, comm_rows, hopper_expert_config.HALVES
-    )
+    config = expert_config(world_size, experts, layout, tile, comm_rows)
     run = _launcher(config, N, x.shape[1], x.shape[0], x.dtype, x.device, tile)
     described = hopper_descriptors.described
     run(

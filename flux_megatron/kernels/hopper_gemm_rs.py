@@ -43,7 +43,7 @@ from flux_megatron.kernels.hopper_scales import Scales
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
-from flux_megatron.kernels.hopper_tile_order import Sizes, rs_tile
+from flux_megatron.kernels.hopper_tile_order import Sizes
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import SplitK, chunk_count, split_last_wave
 from flux_megatron.kernels.triton_launch import Launcher, partial_sums
@@ -55,11 +55,14 @@ from flux_megatron.symm.program import Memory
 
 @aggregate
 class AllRows:
-    """Operands of the producer warp: rows of x for every owner, there from the beginning."""
+    """Operands of the producer warp: rows of x, there from the beginning. `order` says which rows
+    a tile has.
+    """
 
     x_desc: Descriptor
     w_desc: Descriptor
     sizes: Sizes
+    order: object
 
     @gluon.jit
     def deadline(self):
@@ -84,9 +87,7 @@ class AllRows:
     @gluon.jit
     def locate(self, tile, grid, tiles):
         """Whose rows a tile has, and its first row in x and column in w."""
-        sizes = self.sizes
-        owner, m, n, _, _ = rs_tile(tile, grid)
-        return owner, owner * sizes.M_shard + m * sizes.BLOCK_M, n * sizes.BLOCK_N
+        return self.order.rows_of(tile, grid)
 
 
 @aggregate
@@ -187,7 +188,7 @@ def hopper_gemm_rs_kernel(
     )  # fmt: skip
     scales = Scales(x_scale, w_scale, CONFIG.SCALED)
     staging = new_staging_tile(y_desc)
-    operands = AllRows(x_desc, w_desc, sizes)
+    operands = AllRows(x_desc, w_desc, sizes, sizes)
     epilogue = SummedTiles(staging, scales, sizes, signals, late, CONFIG.CHUNKS, layout)
     sums = Partials(partials, partial_counters, BLOCK_N, CONFIG.NUM_WARPS, 0, 1)
     targets = TileTargets(

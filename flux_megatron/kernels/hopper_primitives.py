@@ -19,30 +19,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flux_megatron.kernels.gluon_versions import barrier
+from flux_megatron.kernels.primitives import wait_acquire
 from flux_megatron.symm import signals
 
-_TRIPPED = gl.constexpr(signals.STATUS_TRIPPED)
-_SLOT = gl.constexpr(signals.STATUS_SLOT)
-_EXPECTED = gl.constexpr(signals.STATUS_EXPECTED)
-_SEEN = gl.constexpr(signals.STATUS_SEEN)
-_PAD_LOW = gl.constexpr(signals.STATUS_PAD_LOW)
-_PAD_HIGH = gl.constexpr(signals.STATUS_PAD_HIGH)
-_OVER = gl.constexpr(signals.STATUS_OVER)
-_LOOK_EVERY = gl.constexpr(signals.LOOK_EVERY)
 MAX_COMM_TILES = gl.constexpr(signals.MAX_COMM_TILES)
-
-
-@gluon.jit
-def time_ns():
-    return gl.inline_asm_elementwise(
-        "mov.u64 $0, %globaltimer;", "=l", [], dtype=gl.int64, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
 def wait_acquire_sys(pad, slot, epoch, deadline, status):
     """Wait until `slot` of `pad` holds `epoch`; TMA loads that follow see what it announces."""
-    _wait_acquire(pad, slot, epoch, deadline, status, "sys")
+    wait_acquire(pad, slot, epoch, deadline, status, "sys")
     barrier()  # one thread has acquired; the one that issues the load may be another
     gl.inline_asm_elementwise(
         "{ fence.proxy.async; mov.u32 $0, 0; }", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -54,47 +40,8 @@ def wait_acquire_gpu(counters, counter, count, deadline, status):
     """Wait until `counter` of `counters` is at `count`; loads of this partition's threads that
     follow see what was stored before.
     """
-    _wait_acquire(counters, counter, count, deadline, status, "gpu")
+    wait_acquire(counters, counter, count, deadline, status, "gpu")
     barrier()
-
-
-@gluon.jit
-def _wait_acquire(pad, slot, epoch, deadline, status, SCOPE: gl.constexpr):
-    """In one thread: until `slot` holds `epoch`, or the deadline has passed."""
-    seen = epoch
-    going = True
-    turns = 0
-    while going:
-        seen = gl.atomic_add(pad + slot, 0, sem="acquire", scope=SCOPE)
-        going = seen - epoch < 0
-        turns += 1
-        if (turns % _LOOK_EVERY == 0) & going:  # at host memory, so not in every turn
-            going = _may_go_on(deadline, status)
-    if seen - epoch < 0:
-        _record_late(pad, slot, epoch, seen, status)
-
-
-@gluon.jit
-def _may_go_on(deadline, status):
-    """Whether a wait that has not ended may go on: its time is not over, nor is another's. Atomics
-    say so, as in `primitives._may_go_on`: a partition's warps must not part.
-    """
-    late = (time_ns() >= deadline).to(gl.int32)
-    gl.atomic_add(status + _OVER, late, sem="relaxed", scope="sys")
-    return gl.atomic_add(status + _OVER, 0, sem="relaxed", scope="sys") == 0
-
-
-@gluon.jit
-def _record_late(pad, slot, epoch, seen, status):
-    """Say which wait was late, if it is the first: it is the reason of those that follow."""
-    if gl.atomic_add(status + _TRIPPED, 0, sem="relaxed", scope="sys") == 0:
-        gl.store(status + _SLOT, slot)
-        gl.store(status + _EXPECTED, epoch)
-        gl.store(status + _SEEN, seen)
-        address = pad.to(gl.int64, bitcast=True)
-        gl.store(status + _PAD_LOW, address.to(gl.int32))
-        gl.store(status + _PAD_HIGH, (address >> 32).to(gl.int32))
-        gl.atomic_xchg(status + _TRIPPED, 1, sem="release", scope="sys")
 
 
 @gluon.jit

@@ -23,7 +23,8 @@ from flux_megatron.kernels import hopper_descriptors, launch
 from flux_megatron.kernels.gluon_versions import Descriptor, Pointer, aggregate, tma_store
 from flux_megatron.kernels.hopper_config import Config, common_config
 from flux_megatron.kernels.hopper_epilogue import new_staging_tile
-from flux_megatron.kernels.hopper_handed_tiles import HandedTiles
+from flux_megatron.kernels.hopper_gemm_rs import AllRows
+from flux_megatron.kernels.hopper_handed_tiles import HandedTiles, store_groups
 from flux_megatron.kernels.hopper_primitives import complete_tma_stores, count_release_sys, uniform
 from flux_megatron.kernels.hopper_ring import new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
@@ -67,57 +68,30 @@ class Bands:
         out_row = sizes.WORLD_SIZE * first_row + shard * rows + row
         return band, uniform(x_row), uniform(out_row), uniform(n * sizes.BLOCK_N)
 
+    @gluon.jit
+    def rows_of(self, tile, grid):
+        """For the producer warp, which needs no owner."""
+        _, row, _, col = self.locate(tile, grid)
+        return 0, row, col
+
 
 @aggregate
-class BandRows:
-    """Operands of the producer warp: rows of x, there from the beginning."""
+class CountedBands:
+    """Where the store warp puts tiles: in `out`, each counted in its band's counter."""
 
-    x_desc: Descriptor
-    w_desc: Descriptor
+    out_desc: Descriptor
+    counters: Pointer
     bands: Bands
     sizes: Sizes
 
     @gluon.jit
-    def deadline(self):
-        return 0
-
-    @gluon.jit
-    def none_arrived(self):
-        return 0
-
-    @gluon.jit
-    def load_ahead(self, ring, grid, work):
-        _, row, col = self.locate(work.tile, grid, None)
-        return ring.load_ahead(self.x_desc, self.w_desc, row, col, work)
-
-    @gluon.jit
-    def locate(self, tile, grid, tiles):
-        _, row, _, col = self.bands.locate(tile, grid)
-        return 0, row, col
-
-    @gluon.jit
-    def load(self, ring, scheduler, work, owner, row, col, loaded, arrived, deadline):
-        loaded, ticket = ring.load_tile(
-            self.x_desc, self.w_desc, row, col, work, loaded, scheduler.words
-        )
-        return loaded, ticket, arrived
-
-
-@gluon.jit
-def store_tiles(out_desc, counters, bands, staging, exchange, tiles):
-    """One warp: stores each finished tile, and counts it in its band's counter."""
-    grid = bands.sizes.grid_here()
-    finished = 0
-    place, phase = exchange.take(0, 1)
-    while place < tiles.count:
-        band, _, row, col = bands.locate(place, grid)
+    def store(self, place, grid, staging, finished):
+        band, _, row, col = self.bands.locate(place, grid)
         mbarrier.wait(staging.full, finished & 1)
-        finished += 1
-        tma_store(out_desc, [row, col], staging.tile)
+        tma_store(self.out_desc, [row, col], staging.tile)
         complete_tma_stores()
-        count_release_sys(counters + band)  # signal [D]
+        count_release_sys(self.counters + band)  # signal [D]
         mbarrier.arrive(staging.empty, count=1)
-        place, phase = exchange.take(phase, 1)
 
 
 # numbers that change from call to call must not compile a kernel each
@@ -135,14 +109,15 @@ def hopper_signalled_gemm_kernel(
     ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
     staging = new_staging_tile(out_desc)
     bands = Bands(table, sizes)
-    operands = BandRows(x_desc, w_desc, bands, sizes)
+    operands = AllRows(x_desc, w_desc, sizes, bands)
+    targets = CountedBands(out_desc, counters, bands, sizes)
     epilogue = HandedTiles(staging, sizes, False, CONFIG.NUM_WARPS)
     fence_async_shared()  # TMA arrives at some of the barriers
     gl.warp_specialize(
         [
             (multiply, (epilogue, ring, exchange, tiles, None, CONFIG.NUM_WARPS)),
             (produce, (operands, ring, exchange, TileScheduler(tiles, work_words, ctas))),
-            (store_tiles, (out_desc, counters, bands, staging, exchange, tiles)),
+            (store_groups, (targets, staging, exchange, tiles)),
         ],
         [1, 1],
         [40, 40],

@@ -10,9 +10,9 @@ from triton.experimental.gluon import language as gl
 from flux_megatron.kernels.gluon_versions import Number, Pointer, aggregate
 from flux_megatron.kernels.hopper_primitives import (
     MAX_COMM_TILES,
-    time_ns,
     wait_acquire_sys,
 )
+from flux_megatron.kernels.primitives import time_ns
 
 
 @aggregate

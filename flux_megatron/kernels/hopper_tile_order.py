@@ -56,6 +56,12 @@ class Sizes:
             self.rank, self.WORLD_SIZE, self.GROUP_M,
         )  # fmt: skip
 
+    @gluon.jit
+    def rows_of(self, tile, grid):
+        """Of a tile of GEMM+RS: whose rows these are, its first row in x and column in w."""
+        owner, m, n, _, _ = rs_tile(tile, grid)
+        return owner, owner * self.M_shard + m * self.BLOCK_M, n * self.BLOCK_N
+
 
 @gluon.jit
 def tile_in_groups(tile, rows, columns, group_m):

@@ -54,10 +54,6 @@ class Operators:
             (self._tensor, name, self._operator(name))
             for name in (*COMPARE, *COMPUTE, *REFLECTED, *OF_INTEGERS, *OF_BITS)
         ]
-        self.changes += [
-            (self._tensor, "to", self._conversion()),
-            (self._tensor, "__getitem__", self._new_axis()),
-        ]
 
     def _original(self, name: str) -> Callable[..., Any]:
         member, semantic = getattr(self._tensor, name), self._interpreter.interpreter_semantic
@@ -88,45 +84,6 @@ class Operators:
             return made(answer, answer.of(left.handle, right))
 
         return operate
-
-    def _conversion(self) -> Callable[..., Any]:
-        """`to` between integer types."""
-        original, known, made = self._original("to"), {}, self._made
-        plain = self._language.dtype
-
-        def to(value: Any, dtype: Any, *options: Any, **named: Any) -> Any:
-            if options or named or type(dtype) is not plain:
-                return original(value, dtype, *options, **named)
-            key = (value.type.name, dtype.name)
-            if answer := known.get(key):
-                return made(answer, answer.of(value.handle, None))
-            result = original(value, dtype)
-            target = result.handle.data.dtype
-            if result is not value and self._is_number(value.dtype) and self._is_number(dtype):
-                known[key] = self._checked(
-                    lambda handle, _: handle.data.astype(target), value, None, result
-                )
-            return result
-
-        return to
-
-    def _new_axis(self) -> Callable[[Any, Any], Any]:
-        """[:, None] and [None, :] of a one-dimensional tensor."""
-        original, known, made = self._original("__getitem__"), {}, self._made
-
-        def get(value: Any, place: Any) -> Any:
-            added = _new_axis_of(place)
-            if added is None or not value.type.is_block() or len(value.type.shape) != 1:
-                return original(value, place)
-            if answer := known.get((value.type.name, added)):
-                return made(answer, value.handle.data[place])
-            result = original(value, place)
-            known[value.type.name, added] = self._checked(
-                lambda handle, place: handle.data[place], value, place, result
-            )
-            return result
-
-        return get
 
     def _made(self, answer: Answer, data: Any) -> Any:
         """The tensor of `data`; the first result of these types has been checked."""
@@ -195,15 +152,6 @@ class Operators:
     @staticmethod
     def _is_number(type: Any) -> bool:
         return type.is_int() and not type.is_int1()
-
-
-def _new_axis_of(place: Any) -> int | None:
-    """1 of [:, None], 0 of [None, :], else None."""
-    if type(place) is not tuple or [type(one) for one in place].count(slice) != 1:
-        return None
-    axis = next((axis for axis, one in enumerate(place) if one is None), None)
-    whole = len(place) == 2 and axis is not None and place[1 - axis] == slice(None)
-    return axis if whole else None
 
 
 def _array(number: int) -> Any:

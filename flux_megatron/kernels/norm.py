@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flux_megatron.kernels import interpreter
-from flux_megatron.kernels.launch import persistent_grid
+from flux_megatron.kernels.launch import persistent_grid, supports_tensors
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.problem import Tile
@@ -34,11 +33,7 @@ def supports(dtype: torch.dtype, weight: torch.dtype, N: int, is_cuda: bool) -> 
         return f"dtypes {dtypes} are not all of {DTYPES}"
     if N * dtype.itemsize > ROW_BYTES_MAX:
         return f"rows of {N} {dtype} take more than {ROW_BYTES_MAX} bytes"
-    if not is_cuda:
-        return interpreter.refuses()
-    if triton.knobs.runtime.interpret:
-        return "TRITON_INTERPRET=1 is set, which copies CUDA tensors instead of sharing them"
-    return None
+    return supports_tensors("float32", "cuda" if is_cuda else "cpu")
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections.abc import Callable
 
 import triton
 import triton.language as tl
@@ -105,22 +106,28 @@ def _may_go_on(deadline, status):
 
 
 @triton.jit
-def _wait_acquire_sys_device(pad, slot, epoch, deadline, status):
+def wait_acquire(pad, slot, epoch, deadline, status, SCOPE: tl.constexpr):
+    """Until `slot` holds `epoch`, or the deadline has passed."""
     seen = epoch
     going = True
     turns = 0
     while going:
-        seen = tl.atomic_add(pad + slot, 0, sem="acquire", scope="sys")
+        seen = tl.atomic_add(pad + slot, 0, sem="acquire", scope=SCOPE)
         going = seen - epoch < 0
         turns += 1
         if (turns % _LOOK_EVERY == 0) & going:  # at host memory, so not in every turn
             going = _may_go_on(deadline, status)
     if seen - epoch < 0:
-        _record_first(pad, slot, epoch, seen, status, _LATE)
+        record_first(pad, slot, epoch, seen, status, _LATE)
 
 
 @triton.jit
-def _record_first(pad, number, expected, seen, status, reason):
+def _wait_acquire_sys_device(pad, slot, epoch, deadline, status):
+    wait_acquire(pad, slot, epoch, deadline, status, "sys")
+
+
+@triton.jit
+def record_first(pad, number, expected, seen, status, reason):
     """Say what has failed and why, if it is the first failure: others follow from it."""
     # an atomic gives all warps the same answer
     if tl.atomic_add(status + _TRIPPED, 0, sem="relaxed", scope="sys") == 0:
@@ -135,7 +142,7 @@ def _record_first(pad, number, expected, seen, status, reason):
 
 @triton.jit
 def _refuse_release_sys_device(pad, number, expected, seen, status):
-    _record_first(pad, number, expected, seen, status, _REFUSED)
+    record_first(pad, number, expected, seen, status, _REFUSED)
     tl.atomic_add(status + _OVER, 1, sem="relaxed", scope="sys")
 
 
@@ -161,29 +168,49 @@ def _acquire_for_tma_loads_device():
     )
 
 
-def _word(value) -> int:
+def integer(value) -> int:
     """The Python integer behind an interpreted scalar."""
     return int(value.handle.data.reshape(-1)[0]) if hasattr(value, "handle") else int(value)
 
 
-def poll(address: int, slot: int, epoch: int, deadline: int, record: ctypes.Array) -> None:
-    """Host wait for the int32 at `address`: a few yields, then sleeps that double up to 2 ms.
+def spin(too_early: Callable[[], int | None], deadline: int, record: ctypes.Array) -> None:
+    """Host wait until `too_early` gives None: a few yields, then sleeps that double up to 2 ms.
 
     `TimeoutError`, which carries the value last seen, also once the status record is tripped.
     """
-    cell = ctypes.c_int32.from_address(address)
     turns = 0
-    while not signals.reached(cell.value, epoch):
+    while (seen := too_early()) is not None:
         turns += 1
         if turns < 20:
             os.sched_yield()
         else:
             time.sleep(min(2e-3, 2e-5 * 2 ** min((turns - 20) // 4, 7)))
         if record[signals.STATUS_TRIPPED] or time.monotonic_ns() > deadline:
-            raise TimeoutError(cell.value)
+            raise TimeoutError(seen)
+
+
+def poll(address: int, slot: int, epoch: int, deadline: int, record: ctypes.Array) -> None:
+    """`spin` until the int32 at `address` has reached the epoch."""
+    cell = ctypes.c_int32.from_address(address)
+    spin(lambda: None if signals.reached(cell.value, epoch) else cell.value, deadline, record)
 
 
 host_wait = poll  # the scheduler of virtual ranks in tests replaces it
+
+
+def record_at(status) -> ctypes.Array:
+    return (ctypes.c_int32 * signals.STATUS_WORDS).from_address(integer(status))
+
+
+def record_first_host(pad, number, expected, seen, status, reason) -> None:
+    record, address = record_at(status), integer(pad)
+    if record[signals.STATUS_TRIPPED]:
+        return
+    record[signals.STATUS_SLOT], record[signals.STATUS_SEEN] = integer(number), integer(seen)
+    record[signals.STATUS_EXPECTED] = integer(expected)
+    record[signals.STATUS_PAD_LOW] = signals.as_int32(address)
+    record[signals.STATUS_PAD_HIGH] = address >> 32
+    record[signals.STATUS_TRIPPED] = reason
 
 
 def _time_ns_host() -> int:
@@ -191,33 +218,19 @@ def _time_ns_host() -> int:
 
 
 def _deadline_after_host(timeout_ns) -> int:
-    return time.monotonic_ns() + _word(timeout_ns)
+    return time.monotonic_ns() + integer(timeout_ns)
 
 
 def _wait_acquire_sys_host(pad, slot, epoch, deadline, status) -> None:
-    record = (ctypes.c_int32 * signals.STATUS_WORDS).from_address(_word(status))
+    address, number, expected = integer(pad) + 4 * integer(slot), integer(slot), integer(epoch)
     try:
-        host_wait(_word(pad) + 4 * _word(slot), _word(slot), _word(epoch), deadline, record)
+        host_wait(address, number, expected, deadline, record_at(status))
     except TimeoutError as late:
-        if record[signals.STATUS_TRIPPED]:  # only the first late wait is recorded
-            return
-        record[signals.STATUS_SLOT] = _word(slot)
-        record[signals.STATUS_EXPECTED] = _word(epoch)
-        record[signals.STATUS_SEEN] = late.args[0]
-        record[signals.STATUS_PAD_LOW] = signals.as_int32(_word(pad))
-        record[signals.STATUS_PAD_HIGH] = _word(pad) >> 32
-        record[signals.STATUS_TRIPPED] = 1
+        record_first_host(pad, slot, epoch, late.args[0], status, signals.STATUS_LATE)
 
 
 def _refuse_release_sys_host(pad, number, expected, seen, status) -> None:
-    record = (ctypes.c_int32 * signals.STATUS_WORDS).from_address(_word(status))
-    if record[signals.STATUS_TRIPPED]:
-        return
-    record[signals.STATUS_SLOT] = _word(number)
-    record[signals.STATUS_EXPECTED], record[signals.STATUS_SEEN] = _word(expected), _word(seen)
-    record[signals.STATUS_PAD_LOW] = signals.as_int32(_word(pad))
-    record[signals.STATUS_PAD_HIGH] = _word(pad) >> 32
-    record[signals.STATUS_TRIPPED] = signals.STATUS_REFUSED
+    record_first_host(pad, number, expected, seen, status, signals.STATUS_REFUSED)
 
 
 def _no_fence_needed() -> None: ...

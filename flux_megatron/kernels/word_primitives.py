@@ -17,22 +17,23 @@ Interpreted, a wait is a host function, as in `primitives`.
 from __future__ import annotations
 
 import ctypes
-import os
-import time
 
 import triton
 import triton.language as tl
 
-from flux_megatron.kernels.primitives import INTERPRETED, time_ns
+from flux_megatron.kernels.primitives import (
+    INTERPRETED,
+    integer,
+    record_at,
+    record_first,
+    record_first_host,
+    spin,
+    time_ns,
+)
 from flux_megatron.symm import signals
 
-_TRIPPED = tl.constexpr(signals.STATUS_TRIPPED)
-_SLOT = tl.constexpr(signals.STATUS_SLOT)
-_EXPECTED = tl.constexpr(signals.STATUS_EXPECTED)
-_SEEN = tl.constexpr(signals.STATUS_SEEN)
-_PAD_LOW = tl.constexpr(signals.STATUS_PAD_LOW)
-_PAD_HIGH = tl.constexpr(signals.STATUS_PAD_HIGH)
 _OVER = tl.constexpr(signals.STATUS_OVER)
+_LATE = tl.constexpr(signals.STATUS_LATE)
 _LOOK_EVERY = tl.constexpr(signals.LOOK_EVERY)
 _LEAST = tl.constexpr(-(2**31))
 _MOST_THREADS = tl.constexpr(1024)  # of a CTA
@@ -143,18 +144,11 @@ def _receive_sum_device(
         if turns % _LOOK_EVERY == 0:  # noqa: SIM102, `and` would look at host memory in every turn
             if tl.atomic_add(status + _OVER, 0, sem="relaxed", scope="sys") != 0:
                 deadline = deadline * 0  # a wait has run out of time: all give up
-    late = missing != 0
-    if late:  # the first to be late is reported, not those that follow from it
-        _, late = _agreed(missing, tl.load(status + _TRIPPED, volatile=True) == 0)
-    if late:
+    if missing != 0:
         words = tl.load(slots + (missing - 1) * slot_words + at, mask=inside, volatile=True)
         seen = tl.where(inside & ((words >> 32).to(tl.int32) != epoch), words >> 32, _LEAST)
-        tl.store(status + _SLOT, first_source + missing - 1)
-        tl.store(status + _EXPECTED, epoch)
-        tl.store(status + _SEEN, tl.max(seen).to(tl.int32))
-        tl.store(status + _PAD_LOW, memory.to(tl.int32))
-        tl.store(status + _PAD_HIGH, (memory >> 32).to(tl.int32))
-        tl.atomic_xchg(status + _TRIPPED, 1, sem="release", scope="sys")
+        seen = tl.max(seen).to(tl.int32)
+        record_first(memory, first_source + missing - 1, epoch, seen, status, _LATE)
         tl.atomic_add(status + _OVER, 1, sem="relaxed", scope="sys")
     return total
 
@@ -191,42 +185,19 @@ def missing_word(addresses: list[int], epoch: int) -> int | None:
 def poll_words(
     addresses: list[int], source: int, epoch: int, deadline: int, record: ctypes.Array
 ) -> None:
-    """Host wait for the words at `addresses`; `TimeoutError` carries an epoch seen instead, also
-    once the status record is tripped.
-    """
-    turns = 0
-    while (seen := missing_word(addresses, epoch)) is not None:
-        turns += 1
-        if turns < 20:
-            os.sched_yield()
-        else:
-            time.sleep(min(2e-3, 2e-5 * 2 ** min((turns - 20) // 4, 7)))
-        if record[signals.STATUS_TRIPPED] or time.monotonic_ns() > deadline:
-            raise TimeoutError(seen)
+    """`spin` until the words at `addresses` are the call's."""
+    spin(lambda: missing_word(addresses, epoch), deadline, record)
 
 
 host_wait_words = poll_words  # a test's scheduler of virtual ranks puts its own wait here
 
 
-def _number(value) -> int:
-    """The Python integer behind an interpreted scalar."""
-    return int(value.handle.data.reshape(-1)[0]) if hasattr(value, "handle") else int(value)
-
-
 def _await_words(pointers, mask, source, epoch, deadline, status, memory) -> None:
-    record = (ctypes.c_int32 * signals.STATUS_WORDS).from_address(_number(status))
     addresses = pointers.handle.data[mask.handle.data].tolist()
     try:
-        host_wait_words(addresses, _number(source), _number(epoch), deadline, record)
+        host_wait_words(addresses, integer(source), integer(epoch), deadline, record_at(status))
     except TimeoutError as late:
-        if record[signals.STATUS_TRIPPED]:  # the first to be late is reported
-            return
-        record[signals.STATUS_SLOT] = _number(source)
-        record[signals.STATUS_EXPECTED] = _number(epoch)
-        record[signals.STATUS_SEEN] = late.args[0]
-        record[signals.STATUS_PAD_LOW] = signals.as_int32(_number(memory))
-        record[signals.STATUS_PAD_HIGH] = _number(memory) >> 32
-        record[signals.STATUS_TRIPPED] = 1
+        record_first_host(memory, source, epoch, late.args[0], status, signals.STATUS_LATE)
 
 
 def _no_fence_needed() -> None: ...

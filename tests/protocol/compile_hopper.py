@@ -213,7 +213,7 @@ def experts() -> dict[str, Configuration]:
         for name, kept in (("a2a_gemm", False), ("a2a_gemm", True), ("gemm_a2a", False)):
             if kept and (layout, dtype) != ("nt", "bfloat16"):
                 continue  # it touches nothing that the layout does
-            config = expert_config(WORLD_SIZE, 8, layout, tile, 32, True, kept)
+            config = expert_config(WORLD_SIZE, 8, layout, tile, 32, kept)
             module = hopper_a2a_gemm if name == "a2a_gemm" else hopper_gemm_a2a
             name += f" {dtype} {layout} 128x256" + " kept" * kept
             found[name] = Configuration(name, dtype, layout, module._launcher(config, *sizes))
