@@ -43,7 +43,7 @@ class Hardware:
 
 
 # FP8: fitted to the 32 GEMMs of docs/results/h200x2/fp8_operations.jsonl, which it makes 4 % too
-# short to 4 % too long; tests/perf/test_fp8.py compares.
+# short to 4 % too long; tests/perf/test_fp8_predictions.py compares.
 # GEMM: 8192 x 12288 x 12288 in 3024 us is 24 waves of 128 x 256 tiles at 840 TFLOP/s. Memory: the
 # sum of 4 partials. Copy engine: pushes of 256 MiB; 1 to 64 MiB cost 10.5 us more than their bytes.
 # NCCL: a line through 48, 189, 501 us for 8, 64, 192 MiB. Stores: 150 MB into peers from a GEMM's
