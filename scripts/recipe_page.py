@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "recipes.md"
 RELEASE = "main-d98e8a64"  # whose options the words are
 DEGREES = {"TP": "tensor-model", "PP": "pipeline-model", "CP": "context", "EP": "expert-model"}
-NEVER_TRIED = {"vision", "diffusion", "own_spec"}
+NEVER_TRIED = {"vision", "diffusion", "own_spec", "lora"}  # docs/frameworks.md
 FIELDS = {"fp8_format": "fp8"}  # of an option that sets an attribute of another name
 LISTS = ("spec", "cuda_graph_modules", "recompute_modules")
 # what a launch without GPUs and TransformerEngine lacks, and what two ranks have no room for
@@ -50,14 +50,16 @@ verdict is what this version says to a launch with these arguments, on GPUs with
 *Tried* says what stands behind a verdict that is not a refusal. *Launched*:
 `tests/launch/test_recipe_launches.py` runs these arguments on CPU, TP 2, in small widths, without
 pipeline stages and grouped GEMMs. *By option*: [tests](arguments.md#supported) show the options,
-none shows all of them together. Packed sequences and LoRA are no arguments: tests of `enable` have
-them, on CPU. No recipe ran in its own size; [Support](support.md) has what ran on GPUs.
+none shows all of them together. *Nothing shows*: the model is of another kind or built by a
+specification of its own, or has adapters of Megatron-Bridge. Packed sequences are no argument:
+tests of `enable` have them, on CPU. No recipe ran in its own size; [Support](support.md) has what
+ran on GPUs.
 
 The facts are those of the projects' repositories: Megatron-Bridge (every recipe for H100 under
 `perf_recipes` with TP above 1; names without `_h100` and `_config`), NeMo-RL, SkyRL and ms-swift of
 2026-08-22, slime of 2026-08-21, verl of 2026-01-29. Of the last five it is a choice of examples.
 Userbuffers (`tp_comm`) are left out: `--flux-overlap` stands in their place. *SP* is sequence
-parallelism.
+parallelism; *fp8* has one scale a tensor, *fp8block* one a block.
 """
 TABLE = """## {}
 

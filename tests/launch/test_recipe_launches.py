@@ -20,7 +20,8 @@ import recipe_page
 
 CHECKOUT = os.environ.get("FLUX_MEGATRON_LM")
 SIZES = """
-    pretrain_gpt.py --flux-overlap --flux-strategy pipelined --no-gradient-accumulation-fusion
+    pretrain_gpt.py --flux-overlap --flux-strict --flux-strategy pipelined
+    --no-gradient-accumulation-fusion
     --num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 16
     --max-position-embeddings 16 --position-embedding-type rope --micro-batch-size 2
     --global-batch-size 4 --train-iters 2 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer
