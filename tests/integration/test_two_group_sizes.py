@@ -24,12 +24,12 @@ from flux_megatron.integration import gpt_block_spec
 SEQUENCE, BATCH, HIDDEN = 16, 2, 32
 
 
-def block(tp: int, group: Any, layers: str) -> TransformerBlock:
+def block(tp: int, group: Any, layers: str, sp: bool) -> TransformerBlock:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     sbs.seed()
     config = sbs.settings(
-        tp, True, torch.float32, hidden_size=HIDDEN, ffn_hidden_size=2 * HIDDEN,
+        tp, sp, torch.float32, hidden_size=HIDDEN, ffn_hidden_size=2 * HIDDEN,
         hidden_dropout=0.0, attention_dropout=0.0, masked_softmax_fusion=False,
     )  # fmt: skip
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -38,14 +38,15 @@ def block(tp: int, group: Any, layers: str) -> TransformerBlock:
 
 
 def trained(vision: Any, language: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The vision model's ranks share its rows out to more ranks, or to fewer."""
+    """With sequence parallelism the vision model's ranks share its rows out to more ranks."""
     small, large = (model.pg_collection.tp for model in (vision, language))
     x = x.clone().requires_grad_()
-    seen = vision(scatter_to_sequence_parallel_region(x, group=small), None)
-    seen = gather_from_sequence_parallel_region(
-        seen, tensor_parallel_output_grad=False, group=small
-    )
-    y = language(scatter_to_sequence_parallel_region(seen, group=large), None)
+    if language.config.sequence_parallel:
+        seen = vision(scatter_to_sequence_parallel_region(x, group=small), None)
+        seen = gather_from_sequence_parallel_region(seen, False, group=small)
+        y = language(scatter_to_sequence_parallel_region(seen, group=large), None)
+    else:
+        y = language(vision(x, None), None)
     y.square().sum().backward()
     models = {"vision": vision, "language": language}
     found = {f"{m} {n}": p.grad for m, model in models.items() for n, p in model.named_parameters()}
@@ -56,17 +57,18 @@ def trained(vision: Any, language: Any, x: torch.Tensor) -> dict[str, torch.Tens
     "pg_collection" not in inspect.signature(TransformerBlock).parameters,
     reason="blocks of this release take groups of another kind",
 )
+@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
 @pytest.mark.parametrize(("ranks", "of_vision"), [(2, 1), (4, 2)])
 @on_cpu_ranks("ranks", environment={"FLUX_MEGATRON_STRATEGY": "pipelined"})
-def test_a_vision_model_of_fewer_ranks_follows_stock(rank, ranks, of_vision):
+def test_a_vision_model_of_fewer_ranks_follows_stock(rank, ranks, of_vision, sp):
     sbs.start(ranks)
     own = [dist.new_group([*range(n, n + of_vision)]) for n in range(0, ranks, of_vision)]
     x = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=torch.Generator().manual_seed(3))
-    mine = own[rank // of_vision]
+    mine, world = own[rank // of_vision], dist.group.WORLD
     results = [
-        trained(block(of_vision, mine, layers), block(ranks, dist.group.WORLD, layers), x)
+        trained(*(block(n, g, layers, sp) for n, g in ((of_vision, mine), (ranks, world))), x)
         for layers in ("stock", "flux")
     ]
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
     report = flux_megatron.report()
-    assert report.overlapped == report.total == 8 * (1 + (of_vision > 1))
+    assert report.overlapped == report.total == (8 if sp else 4) * (1 + (of_vision > 1))
