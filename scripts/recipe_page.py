@@ -58,6 +58,8 @@ ran on GPUs.
 The facts are those of the projects' repositories: Megatron-Bridge (every recipe for H100 under
 `perf_recipes` with TP above 1; names without `_h100` and `_config`), NeMo-RL, SkyRL and ms-swift of
 2026-08-22, slime of 2026-08-21, verl of 2026-01-29. Of the last five it is a choice of examples.
+Widths, numbers of experts, routers' top-k and ties of embeddings are those that models of these
+names are known for; they were not read there.
 Userbuffers (`tp_comm`) are left out: `--flux-overlap` stands in their place. *SP* is sequence
 parallelism; *fp8* has one scale a tensor, *fp8block* one a block.
 """
