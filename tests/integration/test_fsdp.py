@@ -122,7 +122,7 @@ def wrapped(config: Any, model: Any, strategy: str) -> Any:
     with on_cpu(adapter), mock.patch.object(torch.cuda, "current_device", return_value=0):
         found = adapter.FullyShardedDataParallel(config, ddp, model)
     for each in gc.get_objects():  # autograd's calls, of which `pretend_cuda` sees nothing, ask it
-        if "megatron_fsdp" in type(each).__module__ and hasattr(each, "device"):
+        if "megatron_fsdp" in str(type(each).__module__) and hasattr(each, "device"):
             each.device = torch.device("cpu")
     return found
 

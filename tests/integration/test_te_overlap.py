@@ -78,7 +78,7 @@ def _totals() -> dict[str, int]:
     return {p: sum(n for (q, _), n in calls.items() if q == p) for p in ("ag_gemm", "gemm_rs")}
 
 
-@pytest.mark.parametrize("delayed", [False, True], ids=["", "delayed weight gradients"])
+@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "16 bits"])
 def test_layers_follow_those_without_overlap(fp8, delayed):
     calls = {name: count + delayed for name, count in BOTH.items()}
