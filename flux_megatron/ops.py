@@ -123,8 +123,8 @@ def gemm_all_reduce(
     | result | [M, N], the same on every rank |
 
     Errors as for `all_gather_gemm`, rounding as for `gemm_reduce_scatter`. If M is no multiple of R
-    only `signalled` and, for few rows, `low_latency` overlap. dy is the same on all ranks, so
-    dx = dy @ w and dw = dy.t() @ x need no communication.
+    only `hopper`, `signalled` and, for few rows, `low_latency` overlap. dy is the same on all
+    ranks, so dx = dy @ w and dw = dy.t() @ x need no communication.
     """
     x, w, _ = local_shards(Pattern.GEMM_AR, x, w, None, group, layout)
     if _eager(x, w):

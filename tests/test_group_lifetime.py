@@ -26,6 +26,7 @@ from flux_megatron.symm import workspace as workspace_module
 from flux_megatron.symm.agreement import Agreement
 from flux_megatron.symm.device import copy_engine
 from flux_megatron.symm.program import CallProgram
+from flux_megatron.symm.word_channel import WordChannel
 from flux_megatron.symm.workspace import workspace, workspaces
 from flux_megatron.tuning import choice
 
@@ -125,6 +126,20 @@ def test_memory_that_a_graph_holds_is_not_released(rank, outgrown):
     flux_megatron.release(graphs_dropped=True)
     assert space.size_bytes == 0
     check(Case("ag_gemm", 6, 8, 4))
+
+
+@pytest.mark.parametrize("outgrown", [False, True])
+@on_device_ranks(2)
+def test_words_that_a_graph_holds_are_not_released(rank, outgrown):
+    space = workspace(dist.group.WORLD, here())
+    space.end(space.begin("words", 4096, WordChannel))
+    channel = space.channels["words"]
+    channel.end(channel.begin(captured=True))
+    if outgrown:
+        space.end(space.begin("words", 4 * channel.region_bytes, WordChannel))
+    with pytest.raises(errors.WorkspaceError, match="a captured CUDA graph"):
+        flux_megatron.release()
+    flux_megatron.release(graphs_dropped=True)
 
 
 @on_device_ranks(2, environment=PIPELINED | {"FLUX_MEGATRON_TIMEOUT_S": "2"})

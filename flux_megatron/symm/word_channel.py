@@ -42,6 +42,10 @@ class WordChannel(Channel):
         self._waiter = f"rank {self._rank} of group {group.group_name}"
         self._name(self.arrivals, self._waiter, "the gathered rows of this rank".format)
 
+    @property
+    def held_by_graph(self) -> bool:
+        return self._in_graphs or super().held_by_graph
+
     def _counters(self) -> tuple[Tensor, ...]:
         return *super()._counters(), self.epochs, self.work, self.arrivals
 
