@@ -92,10 +92,12 @@ def children() -> set[int]:
     found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            fields = path.read_text().rpartition(")")[2].split()
         except OSError:  # it ended while we looked
             continue
-        if state != "Z" and int(parent) == os.getpid():
+        state, parent, threads = fields[0], int(fields[1]), int(fields[17])
+        ended = state == "Z" and threads == 1  # the first thread may end before the others
+        if not ended and parent == os.getpid():
             found.add(int(path.parent.name))
     return found
 

@@ -215,12 +215,17 @@ def test_a_rank_that_is_gone_ends_the_run(tmp_path, number):
     assert re.match(said, command.output.splitlines()[-1]), command.output
 
 
+def slow_disk(rank: int) -> None:
+    """Processes that write a checkpoint's files are still at it when their rank is killed."""
+    os.fsync = lambda file: time.sleep(0.3)
+
+
 @pytest.mark.parametrize("victim", ["launcher", "rank"])
 def test_a_kill_while_a_checkpoint_is_written_loses_no_bit(tmp_path, straight, victim):
     out = tmp_path / "run"
     given = words(out, tmp_path / "text", "--steps", 6, train__save_every=1)
-    command = Command(given, tmp_path / "forked", environment=BOUND)
-    wait_for((out / "checkpoints" / "step_3").exists, command)
+    command = Command(given, tmp_path / "forked", slow_disk, BOUND)
+    wait_for(lambda: any((out / "checkpoints" / "step_3").glob("*.distcp")), command)
     os.kill(command.pid if victim == "launcher" else command.rank(0), signal.SIGKILL)
     assert command.ends() == (-signal.SIGKILL if victim == "launcher" else 1), command.output
     train(tmp_path, out, "--steps", 6, "--resume", settings={"train__save_every": 1})

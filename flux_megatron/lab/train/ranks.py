@@ -109,10 +109,12 @@ def _first_error(error: Any, logs: Path) -> str:
 
 
 def _started(body: Callable[..., Any], config: TrainConfig, arguments: tuple[Any, ...]) -> Any:
-    """A rank that the agent has started. It ends with the agent; a terminal's Ctrl-C reaches the
-    agent alone, which asks the ranks to stop.
+    """A rank that the agent has started. It ends with the agent, and with it the processes that
+    write its checkpoint: the last of them would wait for the rank for ever. A terminal's Ctrl-C
+    reaches the agent alone, which asks the ranks to stop.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.register_at_fork(after_in_child=_end_with_parent)
+    _end_with_parent()
     os.setsid()
     settings.reload()
     try:
@@ -124,6 +126,10 @@ def _started(body: Callable[..., Any], config: TrainConfig, arguments: tuple[Any
         sys.stdout.flush()
         os._exit(INTERRUPTED)
     return result
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def as_rank(body: Callable[..., Any], config: TrainConfig, *arguments: Any) -> Any:
