@@ -110,9 +110,11 @@ def _of_values(args: Any) -> Iterator[Refusal]:
         return getattr(args, name, None)
 
     of_te = value("transformer_impl") == "transformer_engine" and te_can_run()
-    for (name, refused), why in seams.REFUSED_VALUES.items():
-        if value(name) == refused:
-            yield Refusal(f"--{name.replace('_', '-')} {refused}", why)
+    for name, refused, why in seams.refused_values(args):
+        yield Refusal(f"--{name.replace('_', '-')} {refused}", why)
+    if value("experimental_attention_variant") in seams.GATED_DELTA_NETS and not of_te:
+        why = "it needs TransformerEngine's layers: Megatron builds it of nothing else"
+        yield Refusal("--experimental-attention-variant", why)
     yield from _of_graphs(value("cuda_graph_impl"), value("cuda_graph_scope"))
     layers = value("flux_layers")
     if value("multi_latent_attention") and not of_te:

@@ -42,6 +42,9 @@ from flux_megatron.integration.flags import add_flux_arguments
 # main imports it later, and TransformerEngine itself with it if that is said to be there
 with contextlib.suppress(ImportError):
     importlib.import_module("megatron.core.post_training.modelopt.layers")
+VARIANTS = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
+with contextlib.suppress(ImportError):  # from 0.16 on
+    importlib.import_module(VARIANTS)
 
 VERSION = "2.11.0"  # of TransformerEngine, whose source was read
 
@@ -247,6 +250,7 @@ THEIRS = transformer_engine_spec_provider.TESpecProvider
 # whoever imports the provider if it finds TransformerEngine, and its norm beside it
 USERS = (
     transformer_engine_spec_provider, gpt_layer_specs, moe_module_specs, multi_token_prediction,
+    *(sys.modules[name] for name in (VARIANTS,) if name in sys.modules),
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import types
 
 import pytest
 
-from flux_megatron.integration import arguments, bootstrap, requirements, spec_argument
+from flux_megatron.integration import arguments, bootstrap, requirements, seams, spec_argument
 from flux_megatron.integration.flags import add_flux_arguments
 from flux_megatron.patching import installed
 
@@ -291,6 +291,28 @@ def test_hybrid_specifications_need_transformer_engine(monkeypatch, of_te):
     args.spec = ["my.specs", "mine"]
     (refusal,) = requirements.refusals(args, {})
     assert not refusal.may_be_allowed
+
+
+@pytest.mark.parametrize("of_te", [True, False])
+@pytest.mark.parametrize("variant", seams.GATED_DELTA_NETS)
+def test_gated_delta_nets_need_transformer_engine(monkeypatch, variant, of_te):
+    monkeypatch.setattr(requirements, "te_can_run", lambda: of_te)
+    args = argparse.Namespace(
+        transformer_impl="transformer_engine", experimental_attention_variant=variant
+    )
+    found = [str(refusal) for refusal in requirements.refusals(args, {})]
+    needs = "--experimental-attention-variant: it needs TransformerEngine's layers: "
+    assert found == ([] if of_te else [f"{needs}Megatron builds it of nothing else"])
+    seams.check_config(args)
+
+
+def test_other_variants_of_attention_are_refused():
+    args = argparse.Namespace(experimental_attention_variant="dsa")
+    (refusal,) = requirements.refusals(args, {})
+    expected = "one of gated_delta_net, gdn, gdn2 expected"
+    assert str(refusal) == f"--experimental-attention-variant dsa: {expected}"
+    with pytest.raises(ValueError, match=f"experimental_attention_variant is 'dsa': {expected}"):
+        seams.check_config(args)
 
 
 @pytest.mark.parametrize(
