@@ -25,7 +25,10 @@ REFUSED_VALUES = {
     ("transformer_impl", "inference_optimized"): (
         "its linear layers have an inference path of their own, which ours have not"
     ),
-    ("cuda_graph_impl", "transformer_engine"): "only TransformerEngine's linear layers do it",
+    ("cuda_graph_impl", "transformer_engine"): (
+        "no test captures our calls by TransformerEngine's make_graphed_callables; "
+        "--cuda-graph-impl local captures layers too"
+    ),
 }
 # of `experimental_attention_variant`, the last two from 0.20 on
 GATED_DELTA_NETS = ("gated_delta_net", "gdn", "gdn2")
@@ -83,6 +86,16 @@ def refused_values(holder: Any) -> Iterator[tuple[str, Any, str]]:
         yield "experimental_attention_variant", variant, why
 
 
+def untried_values(holder: Any) -> Iterator[tuple[str, Any, str]]:
+    """The same of values that nothing shows to work: they go on where they are allowed."""
+    whole = "whole iterations were never captured with our calls in them"
+    for name in ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules"):
+        given = getattr(holder, name, None)
+        several = given if isinstance(given, (list, tuple)) else [given]
+        if any(getattr(one, "name", one) == "full_iteration" for one in several):
+            yield name, "full_iteration", whole
+
+
 def unknown_arguments(layer: type, given: dict[str, Any]) -> dict[str, Any]:
     """Of the arguments `given` to the constructor of Megatron's `layer`: those that are not at
     their defaults and in no release that we know. What they do in its forward is not known either.
@@ -110,6 +123,9 @@ def _refused(config: Any, ignored: Collection[str]) -> Iterator[str]:
             yield f"{name} is {value!r}: {row.because}; {way_on}"
     for name, value, why in refused_values(config):
         yield f"{name} is {value!r}: {why}"
+    for name, value, why in untried_values(config):
+        if name.replace("_", "-") not in allowed:
+            yield f"{name} is {value!r}: {why}; FLUX_MEGATRON_ALLOW={name} goes on"
 
 
 @cache
