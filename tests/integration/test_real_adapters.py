@@ -1,0 +1,114 @@
+"""LoRA of real packages on our layers beside stock ones, where those packages are installed.
+
+peft's adapters read Megatron's layers as tensors from 0.14 on, which fails with stock layers too.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+import types
+from importlib import metadata
+from typing import Any
+from unittest import mock
+
+import pytest
+import side_by_side as sbs
+import te_stand_ins as te
+import torch
+from packaging.version import Version
+from ranks import FUSED
+from test_adapters import one_step
+from test_packed_training import EVEN, SP, beside_stock, learn, log_probs
+from test_te_specification import chunks, start
+
+import flux_megatron
+
+LAYERS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+
+
+class Held(torch.nn.Module):
+    """A model whose configuration peft does not see: it expects a dictionary."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.held = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.held(*args, **kwargs)
+
+
+def peft_is_for_megatron() -> bool:
+    try:
+        return Version(metadata.version("peft")) < Version("0.14")
+    except metadata.PackageNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not peft_is_for_megatron(), reason="needs peft below 0.14")
+@SP
+@sbs.on_tp_ranks(2, environment=FUSED)
+def test_peft(rank, sp):
+    import peft
+
+    def life(make: Any) -> list[torch.Tensor]:
+        base = make()
+        options = peft.LoraConfig(
+            r=4, target_modules=LAYERS, megatron_config=copy.copy(base.config),
+            megatron_core="megatron.core", init_lora_weights=False,
+        )  # fmt: skip
+        sbs.seed()
+        model = peft.get_peft_model(Held(base), options)
+        assert sum(type(m).__name__ == "LoraParallelLinear" for m in model.modules()) == 4
+        seen = learn(model, EVEN[:3])
+        unmerged = log_probs(model, (7, 3), 5)
+        model.merge_adapter()
+        return [*seen, unmerged, log_probs(model, (7, 3), 5)]
+
+    beside_stock(sp, life)
+
+
+def bridge_is_there() -> bool:
+    return importlib.util.find_spec("megatron.bridge") is not None
+
+
+def import_bridge() -> Any:
+    """Its adapters ask for TransformerEngine when they are imported, and for its version later."""
+    package = types.ModuleType("transformer_engine.pytorch")
+    package.Linear, package.ops = type("Linear", (torch.nn.Linear,), {}), mock.MagicMock()
+    sys.modules.update(
+        {"transformer_engine": mock.MagicMock(pytorch=package), package.__name__: package}
+    )
+    from megatron.bridge.peft import lora, utils
+
+    utils.version = lambda _: te.VERSION
+    utils.TECL = (te.TEColumnParallelLinear, te.TELayerNormColumnParallelLinear)
+    utils.TERL = (te.TERowParallelLinear,)
+    return lora
+
+
+@pytest.mark.skipif(not bridge_is_there(), reason="needs megatron-bridge")
+@pytest.mark.parametrize("way", ["enable", "replace, adapt", "adapt, replace"])
+@sbs.on_tp_ranks(2, environment=FUSED)
+def test_megatron_bridge(rank, way):
+    start({})
+    bridge = import_bridge()
+
+    def adapted(model: Any) -> Any:
+        sbs.seed()
+        adapters = bridge.LoRA(target_modules=LAYERS, dim=4, lora_B_init_method="xavier")
+        return adapters(model, training=True)
+
+    (stock,) = chunks({}, True)
+    expected = one_step(adapted(stock))
+    if way == "enable":
+        flux_megatron.enable(strict=True)
+    (model,) = chunks({}, True)
+    if way == "replace, adapt":
+        flux_megatron.replace(model)
+    model = adapted(model)
+    if way == "adapt, replace":
+        flux_megatron.replace(model)
+    torch.testing.assert_close(one_step(model), expected, atol=1e-6, rtol=1e-5)
+    flux_megatron.disable()
