@@ -1,4 +1,4 @@
-"""LoRA of real packages on our layers beside stock ones, where those packages are installed.
+"""Models and adapters of real packages, on our layers beside stock ones, where they are installed.
 
 peft's adapters read Megatron's layers as tensors from 0.14 on, which fails with stock layers too.
 """
@@ -17,6 +17,7 @@ import pytest
 import side_by_side as sbs
 import te_stand_ins as te
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
 from packaging.version import Version
 from ranks import FUSED
 from test_adapters import one_step
@@ -49,7 +50,7 @@ def peft_is_for_megatron() -> bool:
 @pytest.mark.skipif(not peft_is_for_megatron(), reason="needs peft below 0.14")
 @SP
 @sbs.on_tp_ranks(2, environment=FUSED)
-def test_peft(rank, sp):
+def test_adapters_of_peft(rank, sp):
     import peft
 
     def life(make: Any) -> list[torch.Tensor]:
@@ -91,7 +92,7 @@ def import_bridge() -> Any:
 @pytest.mark.skipif(not bridge_is_there(), reason="needs megatron-bridge")
 @pytest.mark.parametrize("way", ["enable", "replace, adapt", "adapt, replace"])
 @sbs.on_tp_ranks(2, environment=FUSED)
-def test_megatron_bridge(rank, way):
+def test_adapters_of_megatron_bridge(rank, way):
     start({})
     bridge = import_bridge()
 
@@ -111,4 +112,48 @@ def test_megatron_bridge(rank, way):
     if way == "adapt, replace":
         flux_megatron.replace(model)
     torch.testing.assert_close(one_step(model), expected, atol=1e-6, rtol=1e-5)
+    flux_megatron.disable()
+
+
+@pytest.mark.skipif(not bridge_is_there(), reason="needs megatron-bridge")
+@pytest.mark.parametrize("way", ["enable", "replace"])
+@sbs.on_tp_ranks(2, environment=FUSED)
+def test_models_of_megatron_bridge(rank, way):
+    """Its provider builds them and wraps them in data parallelism."""
+    start({})
+    import_bridge()
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    def overlap(built: list[Any]) -> list[Any]:
+        flux_megatron.replace(built)
+        return built
+
+    def provided(hook: Any = None) -> Any:
+        sbs.seed()
+        provider = GPTModelProvider(
+            num_layers=1, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, vocab_size=32,
+            seq_length=8, tensor_model_parallel_size=2, sequence_parallel=True,
+            use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0,
+            gradient_accumulation_fusion=False, bias_activation_fusion=False,
+            masked_softmax_fusion=False, apply_rope_fusion=False, make_vocab_size_divisible_by=2,
+        )  # fmt: skip
+        provider.finalize()
+        if hook:
+            provider.register_pre_wrap_hook(hook)
+        (model,) = provider.provide_distributed_model(
+            ddp_config=DistributedDataParallelConfig(), use_cpu_initialization=True
+        )
+        return model
+
+    def trained(model: Any) -> list[torch.Tensor]:
+        loss, *_ = one_step(model)
+        return [loss, *(parameter.main_grad for parameter in model.parameters())]
+
+    expected = trained(provided())
+    if way == "enable":
+        flux_megatron.enable(strict=True)
+    flux_megatron.reset_report()
+    got = trained(provided(overlap if way == "replace" else None))
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+    assert flux_megatron.report().overlapped == flux_megatron.report().total == 10
     flux_megatron.disable()
