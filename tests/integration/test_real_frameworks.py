@@ -70,8 +70,8 @@ def test_adapters_of_peft(rank, sp):
     beside_stock(sp, life)
 
 
-def bridge_is_there() -> bool:
-    return importlib.util.find_spec("megatron.bridge") is not None
+def needs(package: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
 
 
 def import_bridge() -> Any:
@@ -89,7 +89,7 @@ def import_bridge() -> Any:
     return lora
 
 
-@pytest.mark.skipif(not bridge_is_there(), reason="needs megatron-bridge")
+@needs("megatron.bridge")
 @pytest.mark.parametrize("way", ["enable", "replace, adapt", "adapt, replace"])
 @sbs.on_tp_ranks(2, environment=FUSED)
 def test_adapters_of_megatron_bridge(rank, way):
@@ -115,7 +115,7 @@ def test_adapters_of_megatron_bridge(rank, way):
     flux_megatron.disable()
 
 
-@pytest.mark.skipif(not bridge_is_there(), reason="needs megatron-bridge")
+@needs("megatron.bridge")
 @pytest.mark.parametrize("way", ["enable", "replace"])
 @sbs.on_tp_ranks(2, environment=FUSED)
 def test_models_of_megatron_bridge(rank, way):
@@ -155,5 +155,37 @@ def test_models_of_megatron_bridge(rank, way):
     flux_megatron.reset_report()
     got = trained(provided(overlap if way == "replace" else None))
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+    assert flux_megatron.report().overlapped == flux_megatron.report().total == 10
+    flux_megatron.disable()
+
+
+@needs("mbridge")
+@sbs.on_tp_ranks(2, environment=FUSED)
+def test_models_of_mbridge(rank):
+    """Which verl builds models with."""
+    start({})
+    from mbridge import AutoBridge
+    from transformers import Qwen2Config
+
+    config = Qwen2Config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=32, max_position_embeddings=8,
+    )  # fmt: skip
+    config.rope_theta, config.rope_scaling = 10000.0, None  # which transformers 5 has elsewhere
+
+    def built() -> Any:
+        sbs.seed()
+        bridge = AutoBridge.from_config(config, dtype=torch.float32)
+        bridge.set_extra_args(
+            sequence_parallel=True, use_cpu_initialization=True, gradient_accumulation_fusion=False,
+            bias_activation_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=False,
+        )  # fmt: skip
+        (model,) = bridge.get_model(bf16=False, use_cpu_initialization=True)
+        return model
+
+    expected = one_step(built())
+    flux_megatron.enable(strict=True)
+    flux_megatron.reset_report()
+    torch.testing.assert_close(one_step(built()), expected, atol=1e-6, rtol=1e-5)
     assert flux_megatron.report().overlapped == flux_megatron.report().total == 10
     flux_megatron.disable()
