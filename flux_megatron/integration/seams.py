@@ -25,10 +25,6 @@ REFUSED_VALUES = {
     ("transformer_impl", "inference_optimized"): (
         "its linear layers have an inference path of their own, which ours have not"
     ),
-    ("cuda_graph_impl", "transformer_engine"): (
-        "no test captures our calls by TransformerEngine's make_graphed_callables; "
-        "--cuda-graph-impl local captures layers too"
-    ),
 }
 # of `experimental_attention_variant`, the last two from 0.20 on
 GATED_DELTA_NETS = ("gated_delta_net", "gdn", "gdn2")
@@ -84,14 +80,40 @@ def refused_values(holder: Any) -> Iterator[tuple[str, Any, str]]:
     if variant not in (None, *GATED_DELTA_NETS):
         why = f"one of {', '.join(GATED_DELTA_NETS)} expected"
         yield "experimental_attention_variant", variant, why
+    if getattr(holder, "delay_wgrad_compute", False) and _te_captures_layers(holder):
+        yield (
+            "delay_wgrad_compute",
+            True,
+            ("TransformerEngine's graphs take delayed gradients of its own layers alone"),
+        )
+
+
+def _te_captures_layers(holder: Any) -> bool:
+    """Whether TransformerEngine's graphs have dense layers of 16 bits in them: the calls of
+    `backward_dw` that it captures are those of its own classes.
+    """
+    if getattr(holder, "cuda_graph_impl", None) != "transformer_engine":
+        return False
+    if getattr(holder, "fp8", None) is not None:
+        return False
+    scopes = {
+        getattr(one, "name", one)
+        for name in ("cuda_graph_scope", "cuda_graph_modules")
+        for one in _several(getattr(holder, name, None))
+    }
+    shared = getattr(holder, "moe_shared_expert_intermediate_size", None)
+    return not scopes - {"full"} or "attn" in scopes or ("moe_router" in scopes and bool(shared))
+
+
+def _several(given: Any) -> tuple[Any, ...]:
+    return tuple(given) if isinstance(given, (list, tuple)) else (given,) if given else ()
 
 
 def untried_values(holder: Any) -> Iterator[tuple[str, Any, str]]:
     """The same of values that nothing shows to work: they go on where they are allowed."""
     whole = "whole iterations were never captured with our calls in them"
     for name in ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules"):
-        given = getattr(holder, name, None)
-        several = given if isinstance(given, (list, tuple)) else [given]
+        several = _several(getattr(holder, name, None))
         if any(getattr(one, "name", one) == "full_iteration" for one in several):
             yield name, "full_iteration", whole
 

@@ -44,6 +44,9 @@ CASES: Mapping[str, str] = {
                         "--multi-latent-attention --q-lora-rank 512",
     "multi-token prediction": f"{LLAMA} --mtp-num-layers 1",
     "CUDA graphs of layers": f"{GPT} --cuda-graph-impl local --te-rng-tracker",
+    "TransformerEngine's graphs": GPT,
+    "TransformerEngine's graphs of attention": GPT,
+    "TransformerEngine's graphs of MLPs": f"{LLAMA} {ZERO}",
     "offloaded activations": f"{GPT} --cpu-offloading-num-layers 1",
     "no sequence parallelism": GPT.replace(SP, ""),
     "ours from stock's checkpoint": f"{LLAMA} {ZERO}",
@@ -59,10 +62,14 @@ OF_FOUR = {
     "interleaved pipeline": "--pipeline-model-parallel-size 2 "
                             "--num-layers-per-virtual-pipeline-stage 1",
 }  # fmt: skip
+BY_TE = "--cuda-graph-impl transformer_engine --te-rng-tracker"
 # for which Megatron asks for 16 bits, and the reference has 32
 OF_16_BITS = {
     "expert overlap": "--overlap-moe-expert-parallel-comm",
     "delayed weight gradients": "--overlap-moe-expert-parallel-comm --delay-wgrad-compute",
+    "TransformerEngine's graphs": BY_TE,
+    "TransformerEngine's graphs of attention": f"{BY_TE} --cuda-graph-scope attn",
+    "TransformerEngine's graphs of MLPs": f"{BY_TE} --cuda-graph-scope mlp",
 }
 TENSORWISE = "--fp8-format hybrid --fp8-recipe tensorwise"
 DELAYED = (
@@ -83,6 +90,8 @@ IN_FP8: Mapping[str, str] = {
     "multi-token prediction tensorwise": f"{LLAMA} {TENSORWISE} --mtp-num-layers 1",
     "CUDA graphs of layers tensorwise": f"{GPT} {TENSORWISE} --cuda-graph-impl local "
                                          "--te-rng-tracker",
+    "TransformerEngine's graphs of MLPs tensorwise":
+        f"{LLAMA} {TENSORWISE} {BY_TE} --cuda-graph-scope mlp",
 }  # fmt: skip
 SAVED_BY = {"ours from stock's checkpoint": "stock", "stock from ours": "ours"}
 # its LM head's wgrad fusion needs apex

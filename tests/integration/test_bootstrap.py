@@ -114,7 +114,6 @@ def test_deterministic_runs_measure_nothing(mode):
 
 COMBINATIONS = [
     ("transformer_impl", "inference_optimized", "--transformer-impl inference_optimized"),
-    ("cuda_graph_impl", "transformer_engine", "--cuda-graph-impl transformer_engine"),
     ("position_embedding_type", "relative", "--position-embedding-type relative"),
     ("spec", ["my.specs", "layer"], "--spec my.specs layer"),
     ("context_parallel_size", 2, "--context-parallel-size"),

@@ -352,3 +352,23 @@ def test_a_gradient_that_megatron_loses_is_reported(harmless):
     assert [c.allowed_as for c in found if c.may_be_allowed] == (
         [] if harmless else ["mtp-num-layers"]
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({}, True),
+        ({"cuda_graph_scope": ["attn", "moe_router"]}, True),
+        ({"cuda_graph_modules": "attn"}, True),
+        ({"cuda_graph_scope": "full"}, True),
+        ({"cuda_graph_scope": ["moe_router"], "moe_shared_expert_intermediate_size": 8}, True),
+        ({"cuda_graph_modules": ["moe_router", "moe_preprocess"]}, False),
+        ({"cuda_graph_scope": "attn", "fp8": "hybrid"}, False),
+        ({"cuda_graph_scope": "attn", "cuda_graph_impl": "local"}, False),
+        ({"cuda_graph_scope": "attn", "delay_wgrad_compute": False}, False),
+    ],
+)
+def test_graphs_of_transformer_engine_do_not_delay_our_gradients(given, refused):
+    args = {"cuda_graph_impl": "transformer_engine", "delay_wgrad_compute": True, **given}
+    found = [name for name, *_ in seams.refused_values(argparse.Namespace(**args))]
+    assert found == (["delay_wgrad_compute"] if refused else [])
