@@ -145,7 +145,7 @@ class Gather:
         assert by_kernel or self.awaited >= self.program.world_size, "not all rows are awaited"
         if not self.joined:
             self._join()
-        self.program.held.append(self.x)
+        self.program.held += (self.x,)
 
     def _join(self) -> None:
         """Order later work of the current stream after all pushes of this call."""
@@ -214,7 +214,7 @@ class ReduceScatter:
             )
         if self.staging is not None:
             p.move("join")
-            p.held.append(self.staging)
+            p.held += (self.staging,)
         return y
 
 
