@@ -37,7 +37,7 @@ def test_rows_are_in_order():
 
 # whoever changes a verdict changes it here too, with a test of what is right
 REFUSED = """
-    batch-invariant-mode experimental-attention-variant external-cuda-graph
+    batch-invariant-mode external-cuda-graph
     fake-process-group fp4-format fp4-param-gather fp8-output-proj
     heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path
     init-model-with-meta-device kitchen-config-file kitchen-recipe-number load-model-opt-format

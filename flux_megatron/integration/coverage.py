@@ -31,6 +31,8 @@ NOT_CHOSEN = "it is none of the chosen layers"
 _OURS = (FluxColumnParallelLinear, FluxRowParallelLinear)
 overlapped_otherwise: Callable[[Module], bool] = lambda layer: False  # noqa: E731
 _WRAPPERS = re.compile(r"^(module\.)+")
+# names in a model that do not say the kind; Megatron builds the layers of mixers as fc1 and fc2
+_KINDS = {"output_layer": "head", "in_proj": "fc1", "out_proj": "fc2"}
 
 
 def count_layers(training: Any, chosen: tuple[str, ...] | None) -> None:
@@ -108,7 +110,7 @@ def is_chosen(name: str, chosen: tuple[str, ...] | None) -> bool:
 def kind_of(name: str) -> str | None:
     """qkv, proj, fc1, fc2, head or another, by the layer's name in its model."""
     kind = name.rpartition(".")[2].removeprefix("linear_")
-    return "head" if kind == "output_layer" else layer_of(kind)
+    return _KINDS.get(kind) or layer_of(kind)
 
 
 def _why(name: str, layer: Module, chosen: tuple[str, ...] | None) -> str:

@@ -18,7 +18,7 @@ from megatron.core.transformer import torch_norm
 from torch.nn import Module
 
 from flux_megatron import settings
-from flux_megatron.integration import coverage, fp8, install, replacing, stand_ins
+from flux_megatron.integration import adapters, coverage, fp8, install, replacing, stand_ins
 from flux_megatron.integration.flags import LAYERS, FluxOptions, names_given
 from flux_megatron.integration.layers import FluxColumnParallelLinear, is_head
 from flux_megatron.integration.norm import NORMS, FluxNorm
@@ -159,5 +159,6 @@ def _said(layers: tuple[str, ...] | None) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         self.register_forward_pre_hook(say)
+        adapters.watch(self)
 
     return __init__

@@ -1,7 +1,8 @@
 """Specifications that name their linear layers and ask no provider: those of T5 and BERT, of vision
 models, and of hybrid ones.
 
-Attention, MLPs and the linear layers of Mamba's mixers become ours there too.
+Attention, MLPs and the linear layers of Mamba's mixers and of gated delta nets become ours there
+too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ HYBRID = (
     "megatron.core.models.hybrid.hybrid_layer_specs",
 )
 MIXED = ("linear_qkv", "linear_q", "linear_kv", "linear_proj", "linear_fc1", "linear_fc2")
-MIXER = "MambaMixerSubmodules"  # all of its linear layers
+MIXERS = ("MambaMixerSubmodules", "GatedDeltaNetSubmodules")  # all of their linear layers
 
 
 def use(replacements: Mapping[Any, Any], norm: Any = None, named: str | None = None) -> None:
@@ -55,9 +56,9 @@ def use(replacements: Mapping[Any, Any], norm: Any = None, named: str | None = N
 
 def substitute(spec: Any, replacements: Mapping[Any, Any], names: Collection[str] | None) -> None:
     """In a specification and all its members; if given, in those of these `names` alone, and in all
-    of Mamba's mixers.
+    of `MIXERS`.
     """
-    of_mixer = type(spec).__name__ == MIXER
+    of_mixer = type(spec).__name__ in MIXERS
     for name, value in list(_members(spec)):
         if not isinstance(value, type):
             substitute(value, replacements, names)

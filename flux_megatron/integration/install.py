@@ -6,14 +6,15 @@ import atexit
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.core.extensions import transformer_engine, transformer_engine_spec_provider
+from megatron.core.extensions import transformer_engine
 from megatron.core.models import backends
-from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
-from megatron.core.transformer import multi_token_prediction, transformer_block
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer import transformer_block
 
 from flux_megatron import settings
 from flux_megatron.integration import (
@@ -46,6 +47,7 @@ from flux_megatron.versions.library import warn_of_untested
 from flux_megatron.versions.megatron_core import MEGATRON_CORE
 from flux_megatron.versions.transformer_engine import TRANSFORMER_ENGINE
 
+_PROVIDER = "TESpecProvider"
 _logged: set[str] = set()
 _output_layer = contextlib.ExitStack()  # keeps the class of the LM head replaced
 
@@ -135,16 +137,12 @@ def _overlap_te_layers(layers: tuple[str, ...] | None) -> None:
 def build_te_layers_from(provider: type[FluxTEProvider]) -> None:
     """Make Megatron's specifications of Transformer Engine's layers of this provider's classes.
 
-    Its functions make a provider by the name in their own module; whoever imports that name later
-    finds it where it comes from.
+    Its functions make a provider by the name in their own module, which each version has in other
+    modules; whoever imports that name later finds it where it comes from.
     """
-    for module in (
-        transformer_engine_spec_provider,
-        gpt_layer_specs,
-        moe_module_specs,
-        multi_token_prediction,
-    ):
-        module.TESpecProvider = provider
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.") and _PROVIDER in getattr(module, "__dict__", ()):
+            setattr(module, _PROVIDER, provider)
     provide_wgrad_kernels()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from flux_megatron.integration.layers import FluxColumnParallelLinear
@@ -19,7 +20,13 @@ class FluxLayerNormColumnParallelLinear(FluxColumnParallelLinear):
     for RMSNorm), weight, bias. All are this module's own, because data parallelism gathers the
     parameters of a module before its forward. `ValueError` for a normalization other than
     LayerNorm and RMSNorm.
+
+    Adapters ask for the norm's output as they ask TransformerEngine's layer: forward returns
+    ((y, norm(x)), bias), with the rows of all ranks if `return_layernorm_output_gathered`.
     """
+
+    return_layernorm_output = False
+    return_layernorm_output_gathered = False
 
     def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
         super().__init__(input_size, output_size, **options)
@@ -31,8 +38,14 @@ class FluxLayerNormColumnParallelLinear(FluxColumnParallelLinear):
         for name in ("weight", "bias"):  # behind the norm's
             self._parameters[name] = self._parameters.pop(name)
 
-    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        return super().forward(self._normalised(input_), *args, **kwargs)
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor | None]:
+        x = self._normalised(input_)
+        y, bias = super().forward(x, *args, **kwargs)
+        if not self.return_layernorm_output:
+            return y, bias
+        if self.return_layernorm_output_gathered and self.sequence_parallel:
+            x = gather_from_sequence_parallel_region(x, group=self.tp_group)
+        return (y, x), bias
 
     def _normalised(self, x: Tensor) -> Tensor:
         weight, bias = self.layer_norm_weight, self.layer_norm_bias

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from flux_megatron.integration import coverage, fp8, seams, stand_ins
+from flux_megatron.integration import adapters, coverage, fp8, seams, stand_ins
 from flux_megatron.integration.flags import LAYERS, names_given
 from flux_megatron.integration.layers import FluxColumnParallelLinear
 from flux_megatron.ops import Layers
@@ -57,6 +57,8 @@ def replace(model: Module | Iterable[Module], *, layers: Collection[str] | None 
             _become(layer, kind, ours)
         result = coverage.layers_of(models, chosen)
         coverage.say(result)
+        for each in models:
+            adapters.watch(each)
     except BaseException:
         undo(layer for layer, *_ in found)
         raise

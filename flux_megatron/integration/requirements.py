@@ -110,10 +110,13 @@ def _of_values(args: Any) -> Iterator[Refusal]:
         return getattr(args, name, None)
 
     of_te = value("transformer_impl") == "transformer_engine" and te_can_run()
-    for (name, refused), why in seams.REFUSED_VALUES.items():
-        if value(name) == refused:
-            yield Refusal(f"--{name.replace('_', '-')} {refused}", why)
-    yield from _of_graphs(value("cuda_graph_impl"), value("cuda_graph_scope"))
+    for name, refused, why in seams.refused_values(args):
+        yield Refusal(f"--{name.replace('_', '-')} {refused}", why)
+    if value("experimental_attention_variant") in seams.GATED_DELTA_NETS and not of_te:
+        why = "it needs TransformerEngine's layers: Megatron builds it of nothing else"
+        yield Refusal("--experimental-attention-variant", why)
+    for name, untried, why in seams.untried_values(args):
+        yield Refusal(f"--{name.replace('_', '-')} {untried}", why, may_be_allowed=True)
     layers = value("flux_layers")
     if value("multi_latent_attention") and not of_te:
         why = "it needs TransformerEngine's layers: Megatron's own attention cannot do it"
@@ -202,15 +205,6 @@ def _of_experts(args: Any) -> Iterator[Refusal]:
     divided = getattr(args, "expert_tensor_parallel_size", None) or tp or 1
     if getattr(args, "num_experts", None) and (why_not := experts.why_not(args, divided)):
         yield Refusal("--flux-experts", why_not)
-
-
-def _of_graphs(impl: Any, scope: Any) -> Iterator[Refusal]:
-    whole = "whole iterations were never captured with our calls in them"
-    if impl == "full_iteration":
-        yield Refusal("--cuda-graph-impl full_iteration", whole, may_be_allowed=True)
-    scopes = [scope] if isinstance(scope, str) else scope or []
-    if any(getattr(one, "name", one) == "full_iteration" for one in scopes):
-        yield Refusal("--cuda-graph-scope full_iteration", whole, may_be_allowed=True)
 
 
 def _of_modelopt(args: Any) -> Iterator[Refusal]:

@@ -25,8 +25,13 @@ REFUSED_VALUES = {
     ("transformer_impl", "inference_optimized"): (
         "its linear layers have an inference path of their own, which ours have not"
     ),
-    ("cuda_graph_impl", "transformer_engine"): "only TransformerEngine's linear layers do it",
+    ("cuda_graph_impl", "transformer_engine"): (
+        "no test captures our calls by TransformerEngine's make_graphed_callables; "
+        "--cuda-graph-impl local captures layers too"
+    ),
 }
+# of `experimental_attention_variant`, the last two from 0.20 on
+GATED_DELTA_NETS = ("gated_delta_net", "gdn", "gdn2")
 CANNOT = "flux_megatron's layers cannot go with this configuration:"
 _UNKNOWN = "flux_megatron does not know this field"
 
@@ -68,6 +73,29 @@ def check_config(config: Any, ignored: Collection[str] = ()) -> None:
         raise ValueError(f"{CANNOT}\n{lines}")
 
 
+def refused_values(holder: Any) -> Iterator[tuple[str, Any, str]]:
+    """Of a configuration, or of parsed arguments with names of its fields: those whose other values
+    work, with their values and why these do not.
+    """
+    for (name, value), why in REFUSED_VALUES.items():
+        if getattr(holder, name, None) == value:
+            yield name, value, why
+    variant = getattr(holder, "experimental_attention_variant", None)
+    if variant not in (None, *GATED_DELTA_NETS):
+        why = f"one of {', '.join(GATED_DELTA_NETS)} expected"
+        yield "experimental_attention_variant", variant, why
+
+
+def untried_values(holder: Any) -> Iterator[tuple[str, Any, str]]:
+    """The same of values that nothing shows to work: they go on where they are allowed."""
+    whole = "whole iterations were never captured with our calls in them"
+    for name in ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules"):
+        given = getattr(holder, name, None)
+        several = given if isinstance(given, (list, tuple)) else [given]
+        if any(getattr(one, "name", one) == "full_iteration" for one in several):
+            yield name, "full_iteration", whole
+
+
 def unknown_arguments(layer: type, given: dict[str, Any]) -> dict[str, Any]:
     """Of the arguments `given` to the constructor of Megatron's `layer`: those that are not at
     their defaults and in no release that we know. What they do in its forward is not known either.
@@ -93,9 +121,11 @@ def _refused(config: Any, ignored: Collection[str]) -> Iterator[str]:
         elif not names & allowed:
             way_on = f"FLUX_MEGATRON_ALLOW={name} goes on"
             yield f"{name} is {value!r}: {row.because}; {way_on}"
-    for (name, value), why in REFUSED_VALUES.items():
-        if getattr(config, name, None) == value:
-            yield f"{name} is {value!r}: {why}"
+    for name, value, why in refused_values(config):
+        yield f"{name} is {value!r}: {why}"
+    for name, value, why in untried_values(config):
+        if name.replace("_", "-") not in allowed:
+            yield f"{name} is {value!r}: {why}; FLUX_MEGATRON_ALLOW={name} goes on"
 
 
 @cache

@@ -24,6 +24,7 @@ from megatron.core.models import backends
 from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import (
     attention,
     multi_latent_attention,
@@ -42,6 +43,9 @@ from flux_megatron.integration.flags import add_flux_arguments
 # main imports it later, and TransformerEngine itself with it if that is said to be there
 with contextlib.suppress(ImportError):
     importlib.import_module("megatron.core.post_training.modelopt.layers")
+VARIANTS = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
+with contextlib.suppress(ImportError):  # from 0.16 on
+    importlib.import_module(VARIANTS)
 
 VERSION = "2.11.0"  # of TransformerEngine, whose source was read
 
@@ -109,6 +113,7 @@ class _Linear(_State):
         given.defer_embedding_wgrad_compute = False  # TransformerEngine's know nothing of it
         super().__init__(input_size, output_size, config=given, **options)
         self.config = given
+        self.out_features, self.in_features = self.weight.shape  # of this rank
         self.te_return_bias = options["skip_bias_add"] and options["bias"]
         self.is_first_microbatch = True
 
@@ -155,10 +160,16 @@ class TELayerNormColumnParallelLinear(TEColumnParallelLinear):
             **self._parameters,
         }
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return_layernorm_output = return_layernorm_output_gathered = False
+
+    def forward(self, x: torch.Tensor) -> tuple[Any, torch.Tensor | None]:
         bias = getattr(self, "layer_norm_bias", None)
         eps = self.config.layernorm_epsilon
-        return super().forward(_normalised(x, self.layer_norm_weight, bias, self.config, eps))
+        x = _normalised(x, self.layer_norm_weight, bias, self.config, eps)
+        y, bias = super().forward(x)
+        if self.return_layernorm_output_gathered and self.sequence_parallel:
+            x = gather_from_sequence_parallel_region(x)
+        return ((y, x) if self.return_layernorm_output else y), bias
 
 
 class TELinear(_State, torch.nn.Module):
@@ -247,6 +258,7 @@ THEIRS = transformer_engine_spec_provider.TESpecProvider
 # whoever imports the provider if it finds TransformerEngine, and its norm beside it
 USERS = (
     transformer_engine_spec_provider, gpt_layer_specs, moe_module_specs, multi_token_prediction,
+    *(sys.modules[name] for name in (VARIANTS,) if name in sys.modules),
 )  # fmt: skip
 
 

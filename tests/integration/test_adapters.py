@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import side_by_side as sbs
+import te_stand_ins as te
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
@@ -15,7 +16,10 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from ranks import FUSED
 from test_enabling import BOUND
 from test_packed_training import EVEN, SP, beside_stock, learn, log_probs
+from test_te_specification import chunks, start
 from training_cases import LoRA
+
+import flux_megatron
 
 
 class BridgeLoRA(torch.nn.Module):
@@ -88,3 +92,86 @@ def test_adapters_on_frozen_bases_merged_and_unmerged(rank, way, sp):
         return [*seen, unmerged, merged, *learn(model, EVEN[2:])]
 
     beside_stock(sp, life)
+
+
+class Wrapped(torch.nn.Module):
+    """As Megatron-Bridge wraps TransformerEngine's layer with a norm inside: it asks for the norm's
+    output by the layer's class, and takes what is there.
+    """
+
+    def __init__(self, to_wrap: Any, gathered: bool) -> None:
+        super().__init__()
+        self.to_wrap, self.gathers = to_wrap, True
+        if isinstance(to_wrap, te.TELayerNormColumnParallelLinear):
+            to_wrap.return_layernorm_output = True
+            to_wrap.return_layernorm_output_gathered = gathered
+            self.gathers = not gathered
+        rows, columns = to_wrap.weight.shape
+        self.adapter = torch.nn.Linear(columns, rows, bias=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        y, bias = self.to_wrap(x)
+        if isinstance(y, tuple):
+            y, x = y
+        if self.gathers:
+            x = mappings.gather_from_sequence_parallel_region(x)
+        return y + self.adapter(x), bias
+
+
+class Blind(Wrapped):
+    """As peft wraps, whose adapters read the layer's input."""
+
+    def __init__(self, base_layer: Any) -> None:
+        super().__init__(base_layer, False)
+        self.base_layer = self._modules.pop("to_wrap")
+
+
+def wrap(model: Any, way: Any, *more: Any) -> None:
+    sbs.seed()
+    for layer in model.decoder.layers:
+        for parent, name in ((layer.self_attention, "linear_qkv"), (layer.mlp, "linear_fc1")):
+            setattr(parent, name, way(getattr(parent, name), *more))
+
+
+def one_step(model: Any) -> list[torch.Tensor]:
+    tokens = torch.arange(8)[None]
+    loss = model(tokens, tokens, None, labels=tokens).mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("way", ["enable", "replace, wrap", "wrap, replace"])
+@sbs.on_tp_ranks(2, environment=FUSED)
+def test_adapters_read_what_the_linear_layer_behind_a_norm_reads(rank, way, gathered):
+    start({})
+    (stock,) = chunks({}, True)
+    wrap(stock, Wrapped, gathered)
+    expected = one_step(stock)
+    if way == "enable":
+        flux_megatron.enable(strict=True)
+    (model,) = chunks({}, True)
+    if way == "replace, wrap":
+        flux_megatron.replace(model)
+    wrap(model, Wrapped, gathered)
+    if way == "wrap, replace":
+        flux_megatron.replace(model)
+    torch.testing.assert_close(one_step(model), expected, atol=1e-6, rtol=1e-5)
+    assert not model._forward_pre_hooks
+    flux_megatron.disable()
+
+
+@pytest.mark.parametrize("way", ["enable", "replace"])
+@sbs.on_tp_ranks(2, environment=FUSED)
+def test_adapters_that_read_rows_before_the_norm_are_refused(rank, way):
+    start({})
+    if way == "enable":
+        flux_megatron.enable()
+    (model,) = chunks({}, True)
+    if way == "replace":
+        flux_megatron.replace(model)
+    wrap(model, Blind)
+    name = "decoder.layers.0.self_attention.linear_qkv"
+    with pytest.raises(ValueError, match=f"{name}: the adapter reads rows before the norm"):
+        one_step(model)
+    flux_megatron.disable()

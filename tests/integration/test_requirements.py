@@ -10,7 +10,8 @@ import types
 
 import pytest
 
-from flux_megatron.integration import arguments, bootstrap, requirements, spec_argument
+from flux_megatron import settings
+from flux_megatron.integration import arguments, bootstrap, requirements, seams, spec_argument
 from flux_megatron.integration.flags import add_flux_arguments
 from flux_megatron.patching import installed
 
@@ -181,16 +182,38 @@ def test_the_door_looks_at_megatron_s_own_arguments(megatron, monkeypatch):
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("impl", ["full_iteration", "local"])
-def test_graphs_of_whole_iterations_need_to_be_allowed(impl):
-    scope = types.SimpleNamespace(name="full_iteration")
-    args = argparse.Namespace(cuda_graph_impl=impl, cuda_graph_scope=[scope, "attn"])
-    found = requirements.refusals(args, {})
-    assert all(refusal.may_be_allowed for refusal in found)
-    assert [c.allowed_as for c in found][-1] == "cuda-graph-scope"
-    assert len(found) == (1 if impl == "local" else 2)
-    args.cuda_graph_scope = "full"
-    assert len(requirements.refusals(args, {})) == len(found) - 1
+WHOLE = types.SimpleNamespace(name="full_iteration")  # of an enumeration
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []},
+        {"cuda_graph_scope": [WHOLE, "attn"], "cuda_graph_impl": "local"},
+        {"cuda_graph_modules": ["full_iteration"], "cuda_graph_impl": "local"},
+        {"cuda_graph_scope": "full_iteration", "cuda_graph_impl": "local"},
+    ],
+)
+def test_graphs_of_whole_iterations_need_to_be_allowed(monkeypatch, given):
+    """To a launch, and to the configuration of a model that is built in Python."""
+    args, name = argparse.Namespace(**given), next(iter(given))
+    (found,) = requirements.refusals(args, {})
+    assert found.may_be_allowed
+    assert found.name == f"--{name.replace('_', '-')} full_iteration"
+    with pytest.raises(ValueError, match=f"{name} is 'full_iteration': whole iterations were"):
+        seams.check_config(args)
+    monkeypatch.setenv("FLUX_MEGATRON_ALLOW", found.allowed_as)
+    settings.reload()
+    seams.check_config(args)
+    monkeypatch.undo()
+    settings.reload()
+
+
+@pytest.mark.parametrize("scope", ["full", "attn", ["attn", "mlp"], None])
+def test_graphs_of_layers_are_not_refused(scope):
+    args = argparse.Namespace(cuda_graph_impl="local", cuda_graph_scope=scope)
+    assert not requirements.refusals(args, {})
+    seams.check_config(args)
 
 
 def test_checkpoints_of_modelopt_are_refused(tmp_path):
@@ -291,6 +314,28 @@ def test_hybrid_specifications_need_transformer_engine(monkeypatch, of_te):
     args.spec = ["my.specs", "mine"]
     (refusal,) = requirements.refusals(args, {})
     assert not refusal.may_be_allowed
+
+
+@pytest.mark.parametrize("of_te", [True, False])
+@pytest.mark.parametrize("variant", seams.GATED_DELTA_NETS)
+def test_gated_delta_nets_need_transformer_engine(monkeypatch, variant, of_te):
+    monkeypatch.setattr(requirements, "te_can_run", lambda: of_te)
+    args = argparse.Namespace(
+        transformer_impl="transformer_engine", experimental_attention_variant=variant
+    )
+    found = [str(refusal) for refusal in requirements.refusals(args, {})]
+    needs = "--experimental-attention-variant: it needs TransformerEngine's layers: "
+    assert found == ([] if of_te else [f"{needs}Megatron builds it of nothing else"])
+    seams.check_config(args)
+
+
+def test_other_variants_of_attention_are_refused():
+    args = argparse.Namespace(experimental_attention_variant="dsa")
+    (refusal,) = requirements.refusals(args, {})
+    expected = "one of gated_delta_net, gdn, gdn2 expected"
+    assert str(refusal) == f"--experimental-attention-variant dsa: {expected}"
+    with pytest.raises(ValueError, match=f"experimental_attention_variant is 'dsa': {expected}"):
+        seams.check_config(args)
 
 
 @pytest.mark.parametrize(

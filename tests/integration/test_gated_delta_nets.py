@@ -1,0 +1,182 @@
+"""Gated delta nets beside attention, as in Qwen3-Next: their two linear layers become ours."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import fla_stand_in
+import pytest
+import side_by_side as sbs
+import te_stand_ins as te
+import test_enabling_fp8 as fp8
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.extensions import transformer_engine
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from ranks import FUSED, run_ranks
+from test_te_specification import parameters, sharded
+
+import flux_megatron
+from flux_megatron.integration import FluxColumnParallelLinear, coverage, explicit_specs
+
+nets = pytest.importorskip(fla_stand_in.PACKAGE, reason="megatron-core has them from 0.16 on")
+
+specs = sys.modules[te.VARIANTS]
+VOCAB, SEQUENCE, BATCH = 64, 8, 2
+TOTAL = 9  # those of one net and one layer of attention, each with an MLP, and the LM head
+SIZES = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 8,
+         "linear_num_key_heads": 2, "linear_num_value_heads": 4}  # fmt: skip
+WAYS = ("--flux-overlap", "enable", "replace")
+
+
+def build(sp: bool, delayed: bool = False, **more: Any) -> GPTModel:
+    sbs.seed()
+    given = {"experimental_attention_variant": "gated_delta_net", **more}
+    config = sbs.settings(
+        2, sp, torch.float32,
+        **{"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_query_groups": 2,
+           "hidden_dropout": 0.0, "attention_dropout": 0.0, "normalization": "RMSNorm",
+           "layernorm_zero_centered_gamma": True, "gated_linear_unit": True,
+           "activation_func": F.silu, "add_bias_linear": False, "qk_layernorm": True,
+           "attention_output_gate": True, "transformer_impl": "transformer_engine",
+           "linear_attention_freq": 2, **SIZES, **given},
+    )  # fmt: skip
+    config.delay_wgrad_compute = delayed  # behind checks of what stands around the layers
+    spec = specs.get_transformer_block_with_experimental_attention_variant_spec(config)
+    return GPTModel(
+        config=config, transformer_layer_spec=spec, vocab_size=VOCAB, max_sequence_length=SEQUENCE,
+        position_embedding_type="rope",
+    )  # fmt: skip
+
+
+def start() -> None:
+    flux_megatron.disable()
+    torch.compiler.set_stance("force_eager")  # Megatron compiles the norm behind a net
+    sbs.start(2)
+    te.pretend_te()
+    fla_stand_in.install()
+
+
+def with_ours(way: str, sp: bool, chosen: tuple[str, ...], **more: Any) -> GPTModel:
+    if way == "--flux-overlap":
+        assert te.overlap(*(("--flux-layers", *chosen) if chosen else ()))
+    elif way == "enable":
+        flux_megatron.enable(layers=chosen or None)
+    model = build(sp, **more)
+    if way == "replace":
+        flux_megatron.replace(model, layers=chosen or None)
+    return model
+
+
+def step(model: GPTModel) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(0, VOCAB, (2, BATCH, SEQUENCE), generator=generator)
+    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
+    loss = model(tokens, torch.arange(SEQUENCE)[None], mask, labels=labels).mean()
+    loss.backward()
+    return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sp", [True, False])
+def test_a_model_follows_stock(way, sp):
+    run_ranks(_follows, 2, way, sp, ())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_its_layers_are_chosen_as_those_of_an_mlp(way):
+    run_ranks(_follows, 2, way, True, ("fc1",))
+
+
+@pytest.mark.skipif(not hasattr(specs, "GDN_ATTENTION_VARIANTS"), reason="from 0.20 on")
+def test_nets_with_gates_of_each_channel_follow_stock():
+    run_ranks(_follows, 2, "--flux-overlap", True, (), "gdn2")
+
+
+def _follows(
+    rank: int, way: str, sp: bool, chosen: tuple[str, ...], variant: str = "gated_delta_net"
+) -> None:
+    start()
+    stock = build(sp, experimental_attention_variant=variant)
+    expected = step(stock)
+    ours = with_ours(way, sp, chosen, experimental_attention_variant=variant)
+    flux_megatron.reset_report()
+    assert parameters(stock) == parameters(ours)
+    assert sharded(stock) == sharded(ours)
+    torch.testing.assert_close(step(ours), expected, atol=1e-6, rtol=1e-5)
+    layers, report = coverage.layers_of([ours], chosen or None), flux_megatron.report()
+    assert (layers.ours, layers.total) == (3 if chosen else TOTAL, TOTAL), layers
+    assert {why for _, why in layers.others} <= {coverage.NOT_CHOSEN}
+    assert report.overlapped == report.total >= layers.ours
+
+
+@pytest.mark.skipif(not hasattr(nets.GatedDeltaNet, "backward_dw"), reason="from 0.17 on")
+def test_its_delayed_gradients_are_stock_s():
+    run_ranks(_delayed, 2)
+
+
+def _delayed(rank: int) -> None:
+    start()
+    expected = step(build(True))
+    model = with_ours("enable", True, (), delayed=True)
+    now = step(model)
+    late = {name for name, gradient in now.items() if gradient is None}
+    assert {f"decoder.layers.0.self_attention.{n}_proj.weight" for n in ("in", "out")} <= late
+    for layer in model.decoder.layers:
+        layer.self_attention.backward_dw()
+        layer.mlp.backward_dw()
+    now |= {name: p.grad for name, p in model.named_parameters()}
+    torch.testing.assert_close(now, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_hybrid_specifications_name_our_layers():
+    net = nets.GatedDeltaNetSubmodules(in_proj=int, out_norm=int, out_proj=int)
+    spec = ModuleSpec(module=nets.GatedDeltaNet, submodules=net)
+    explicit_specs.substitute([spec], {int: FluxColumnParallelLinear}, explicit_specs.MIXED)
+    assert (net.in_proj, net.out_proj) == (FluxColumnParallelLinear,) * 2
+
+
+class Net(torch.nn.Module):
+    """By itself, of TransformerEngine's layers that compute in FP8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        submodules = nets.GatedDeltaNetSubmodules(
+            in_proj=transformer_engine.TELayerNormColumnParallelLinear, out_norm=IdentityOp,
+            out_proj=transformer_engine.TERowParallelLinear,
+        )  # fmt: skip
+        config = fp8.config(activation_func=F.silu, **{**SIZES, "linear_num_value_heads": 8})
+        groups = types.SimpleNamespace(
+            tp=parallel_state.get_tensor_model_parallel_group(),
+            cp=parallel_state.get_context_parallel_group(),
+        )
+        self.net = nets.GatedDeltaNet(config, submodules, 1, pg_collection=groups)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x, None)[0]
+
+
+@pytest.mark.parametrize("way", ["enable", "replace"])
+@sbs.on_tp_ranks(2, environment={**FUSED, "FLUX_MEGATRON_STRICT": "1"})
+def test_a_net_in_fp8_follows_stock(rank, way):
+    torch.compiler.set_stance("force_eager")
+    fp8.pretend()
+    fla_stand_in.install()
+    sbs.seed()
+    expected = fp8.step(Net(), rank)
+    if way == "enable":
+        flux_megatron.enable()
+    sbs.seed()
+    model = Net()
+    if way == "replace":
+        assert flux_megatron.replace(model).ours == 2
+    flux_megatron.reset_report()
+    for one, other in zip(fp8.step(model, rank), expected, strict=True):
+        assert sbs.relative_error(one, other) <= 1e-6
+    report = flux_megatron.report()
+    assert report.overlapped == report.total == 4
