@@ -204,9 +204,9 @@ class ChannelSlots:
         self.epoch = EPOCHS[self.number]
         self.half_words = Operand(self._fixed - 1)  # of 64 bits, in the region
 
-    def region(self, shape: tuple[int, ...], dtype: torch.dtype) -> RegionSlot:
-        """This rank's region from its beginning on."""
-        slot = RegionSlot(self.program, self.peer(self.program.rank), shape, dtype)
+    def region(self, shape: tuple[int, ...], dtype: torch.dtype, first: int = 0) -> RegionSlot:
+        """This rank's region from its byte `first` on."""
+        slot = RegionSlot(self.program, self.peer(self.program.rank, first), shape, dtype)
         slot.channel = self.number
         return slot
 
@@ -241,8 +241,10 @@ class CallProgram:
         self.x = Slot(self, X, tuple(x.shape), x.dtype)
         self._w = None if w is None else Slot(self, W, tuple(w.shape), w.dtype)
         self.bias = None if bias is None else Slot(self, BIAS, tuple(bias.shape), bias.dtype)
-        scales: list[Any] = [Slot(self, one, (1,), torch.float32) for one in (X_SCALE, W_SCALE)]
-        self.scaling = scaling and scaling._replace(x=scales[0], w=scales[1])
+        self.scaling = scaling and scaling._replace(
+            x=Slot(self, X_SCALE, tuple(scaling.x.shape), torch.float32),  # type: ignore[arg-type]
+            w=Slot(self, W_SCALE, tuple(scaling.w.shape), torch.float32),  # type: ignore[arg-type]
+        )
         self.channels: list[ChannelSlots] = []
         self.made: list[tuple[tuple[int, ...], torch.dtype | None]] = []  # None: that of x
         self.segments: list[list[tuple[str, list[Step]]]] = [[]]
