@@ -89,7 +89,7 @@ def decide(
         space.programs.clear()
     # everything that the checks read; that operands are dense `overlap.operands` has seen to
     key = (
-        pattern, layout, plan, x.shape, x.dtype, x.device, w.shape, w.dtype, w.device,
+        pattern, layout, plan, *x.shape, x.dtype, x.device, *w.shape, w.dtype, w.device,
         None if bias is None else (bias.shape, bias.dtype, bias.device),
         None if scaling is None else scaling.facts,
     )  # fmt: skip

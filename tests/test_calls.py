@@ -169,7 +169,7 @@ def gemms(p: CallProgram) -> Slot:
     p.turn(region)
     p.move("copy_here", always(70), p.x.operand, always(8))
     p.move("join")
-    p.held.append(p.x)
+    p.held += (p.x,)
     return y
 
 

@@ -170,9 +170,7 @@ class Gather:
         assert by_kernel or self.awaited >= self.program.world_size, "not all rows are awaited"
         if not self.joined:
             self._join()
-        self.program.held.append(self.x)
-        if self.scales is not None:
-            self.program.held.append(self.scales)
+        self.program.held += (self.x,) if self.scales is None else (self.x, self.scales)
 
     def _join(self) -> None:
         """Order later work of the current stream after all pushes of this call."""
@@ -248,7 +246,7 @@ class ReduceScatter:
             )
         if self.staging is not None:
             p.move("join")
-            p.held.append(self.staging)
+            p.held += (self.staging,)
         return y
 
 

@@ -187,6 +187,9 @@ Step = Move | Launch | Torch
 # what kernels' functions on the host take
 Memory = TypeVar("Memory", Tensor, Slot)
 Number = int | Operand
+Operands = Tensor | Slot
+# It adds the steps of a call to a program and gives the result's slot, or None.
+Builder = Callable[["CallProgram"], "Slot | None"]
 
 
 class ChannelSlots:
@@ -231,8 +234,8 @@ class CallProgram:
     """
 
     def __init__(
-        self, space: Workspace, plan: Plan, x: Tensor, w: Tensor | None, bias: Tensor | None,
-        layout: str, turns: bool, scaling: Scaling | None = None,
+        self, space: Workspace, plan: Plan, x: Operands, w: Operands | None,
+        bias: Operands | None, layout: str, turns: bool, scaling: Scaling | None = None,
     ) -> None:  # fmt: skip
         self.space, self.plan, self.layout, self.turns = space, plan, layout, turns
         self.device = x.device
@@ -241,19 +244,42 @@ class CallProgram:
         self.x = Slot(self, X, tuple(x.shape), x.dtype)
         self._w = None if w is None else Slot(self, W, tuple(w.shape), w.dtype)
         self.bias = None if bias is None else Slot(self, BIAS, tuple(bias.shape), bias.dtype)
-        self.scaling = scaling and scaling._replace(
-            x=Slot(self, X_SCALE, tuple(scaling.x.shape), torch.float32),  # type: ignore[arg-type]
-            w=Slot(self, W_SCALE, tuple(scaling.w.shape), torch.float32),  # type: ignore[arg-type]
-        )
-        self.channels: list[ChannelSlots] = []
-        self.made: list[tuple[tuple[int, ...], torch.dtype | None]] = []  # None: that of x
+        self.scaling: Any = None
+        if scaling is not None:
+            given = (X_SCALE, scaling.x), (W_SCALE, scaling.w)
+            slots: Any = [Slot(self, at, tuple(one.shape), torch.float32) for at, one in given]
+            self.scaling = scaling._replace(x=slots[0], w=slots[1])
+        self.channels: tuple[ChannelSlots, ...] = ()
+        self.made: tuple[tuple[tuple[int, ...], torch.dtype | None], ...] = ()  # None: that of x
         self.segments: list[list[tuple[str, list[Step]]]] = [[]]
+        self._steps: list[Step]
         self._name("")
-        self.lent: list[Slot | None] = []
-        self.held: list[Slot] = []
+        self.lent: tuple[Slot | None, ...] = ()
+        self.held: tuple[Slot, ...] = ()
         self.y: int | None = None  # the result's place in `made`
         self.lists: Any = None  # of C, when there are any (`overlap.lists`)
         self.attempts, self.unlisted = 0, ""  # to make lists, and why the last one failed
+
+    def built_by(self, build: Builder) -> CallProgram:
+        self._build, slot = build, build(self)
+        self.y = None if slot is None else slot.operand.register - MADE
+        return self
+
+    def listed(self, lists: Any) -> None:
+        """Lists of C take the place of the steps. A hundred objects a program would be looked at in
+        every full garbage collection.
+        """
+        self.lists, self.segments, self._steps = lists, [], []
+
+    def steps(self, segment: int) -> list[tuple[str, list[Step]]]:
+        """The phases of a segment, made anew if lists took their place."""
+        if not self.segments:
+            again = CallProgram(
+                self.space, self.plan, self.x, self._w, self.bias, self.layout, self.turns,
+                self.scaling,
+            )  # fmt: skip
+            self.segments = again.built_by(self._build).segments
+        return self.segments[segment]
 
     @property
     def w(self) -> Slot:
@@ -267,17 +293,13 @@ class CallProgram:
 
     def channel(self, name: str, size_bytes: int, kind: type[Channel] = Channel) -> ChannelSlots:
         """A channel that a call opens when it begins, with so many bytes in its region."""
-        self.channels.append(ChannelSlots(self, name, size_bytes, kind))
+        self.channels += (ChannelSlots(self, name, size_bytes, kind),)
         return self.channels[-1]
 
     def new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Slot:
         """What a call makes."""
-        self.made.append((shape, None if dtype is self.x.dtype else dtype))
+        self.made += ((shape, None if dtype is self.x.dtype else dtype),)
         return Slot(self, Operand(MADE + len(self.made) - 1), shape, dtype)
-
-    def returns(self, slot: Slot | None) -> None:
-        """The result of a call: one of what it makes."""
-        self.y = None if slot is None else slot.operand.register - MADE
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -287,14 +309,16 @@ class CallProgram:
         self._name("")
 
     def _name(self, phase: str) -> None:
-        self._steps: list[Step] = []
+        self._steps = []
         self.segments[-1].append((phase, self._steps))
-        self.add = self._steps.append
+
+    def add(self, step: Step) -> None:
+        self._steps.append(step)
 
     def turn(self, lent: Slot | None = None) -> None:
         """The caller's turn, to whom this is lent; nothing in a program without turns."""
         if self.turns:
-            self.lent.append(lent)
+            self.lent += (lent,)
             self.segments.append([])
             self._name("")
 

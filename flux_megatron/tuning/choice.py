@@ -67,6 +67,8 @@ def choose(problem: Problem, table: PlanTable, space: Workspace) -> tuple[Plan, 
     wanted = settings.get().strategy
     if wanted == "sequential" or problem.world_size == 1:
         return sequential.default_plan(problem), None
+    if wanted == "auto" and (plan := _measured_plan(problem, table, space)):
+        return plan, None
     names, reason = registry.overlapping(problem, wanted, space.unavailable)
     if not names:
         return sequential.default_plan(problem), reason
@@ -76,6 +78,14 @@ def choose(problem: Problem, table: PlanTable, space: Workspace) -> tuple[Plan, 
     if not problem.scaled and (ranges := table.unsettled(problem.M)):
         _race(problem, ranges, table, space)
     return table.plan(problem, names), None
+
+
+def _measured_plan(problem: Problem, table: PlanTable, space: Workspace) -> Plan | None:
+    """That of the table, if it overlaps and can run the problem: no other strategy is asked."""
+    plan = table.measured(problem)
+    if plan is None or plan.strategy == "sequential":
+        return None
+    return None if registry.refusal(problem, plan.strategy, space.unavailable) else plan
 
 
 def _may_race(space: Workspace) -> bool:

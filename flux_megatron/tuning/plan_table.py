@@ -45,13 +45,18 @@ class PlanTable:
 
     def plan(self, problem: Problem, names: Sequence[str]) -> Plan:
         """Of the strategies `names`, which can run the problem, or `sequential`."""
-        here = [M for M in self.points if range_of(M) == range_of(problem.M)]
-        if here:
-            nearest = min(here, key=lambda M: (abs(math.log(M / problem.M)), M))
-            plan = for_rows(self.points[nearest], nearest, problem)
-            if plan.strategy in (*names, "sequential"):
-                return plan
+        plan = self.measured(problem)
+        if plan and plan.strategy in (*names, "sequential"):
+            return plan
         return ruled(problem, names)
+
+    def measured(self, problem: Problem) -> Plan | None:
+        """That of the nearest point in the range, or None."""
+        here = [M for M in self.points if range_of(M) == range_of(problem.M)]
+        if not here:
+            return None
+        nearest = min(here, key=lambda M: (abs(math.log(M / problem.M)), M))
+        return for_rows(self.points[nearest], nearest, problem)
 
     def unsettled(self, M: int) -> list[int]:
         """The ranges to race at a call of M rows: its own; and once there is a second one, all that

@@ -341,7 +341,7 @@ def new_us(name: str) -> float:
 
 def main(path: str, timed: bool) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    written: dict[str, Any] = {"calls": {}, "host_us": {}, "new_us": {}}
+    written: dict[str, Any] = {"calls": {}, "steps": {}, "host_us": {}, "new_us": {}}
     for name in PLANS:
         of_engines = {}
         os.environ["FLUX_MEGATRON_STRATEGY"] = PLANS[name].strategy  # of calls without a plan
@@ -355,6 +355,8 @@ def main(path: str, timed: bool) -> None:
                     channel.epoch = FIRST_EPOCHS[which] - 1
                 of_engines[kind] = [enqueued(call) for _ in range(8)]
                 if kind == "native":
+                    programs = workspace.workspaces()[0].programs.values()
+                    written["steps"][name] = [len(one.segments) for one in programs]
                     with mock.patch.object(calls, "is_watched", return_value=True):
                         of_engines["watched"] = [enqueued(call) for _ in range(2)]
                 if timed and kind != "compile":
