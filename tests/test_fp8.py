@@ -167,6 +167,11 @@ def every_result(rank: int) -> None:
     for pattern, plan, out_dtype in itertools.product(PATTERNS, PLANS, OUT):
         layer = Layer(pattern, (16, 16, 16), E4M3, out_dtype, 2)
         assert_exact(layer.call(plan), layer.expected()[rank], f"{pattern} {plan} {out_dtype}")
+    for pattern, blockwise in itertools.product(PATTERNS, (False, True)):  # all with this sum
+        sizes = (16, 16, 512)
+        layer = Layer(pattern, sizes, E4M3, OUT[2], 2, blockwise=blockwise)
+        got = layer.call(PLANS[-1], split_accumulator=True)
+        assert_exact(got, layer.expected()[rank], f"{pattern} {blockwise}")
 
 
 def test_one_shape_has_results_of_every_dtype():

@@ -206,7 +206,8 @@ def start_gather(
     with p.phase("gather push"):
         p.move("fork")
         comm_tiles = _push_shard(p, channel, x, comm_rows, part_columns, scales)
-    gathered, gathered_scales = channel.region((p.world_size * len(x), x.shape[1]), x.dtype), None
+    gathered = channel.region((p.world_size * len(x), x.shape[1]), x.dtype)
+    gathered_scales = None
     if scales is not None:
         shape = p.world_size * len(scales), scales.shape[1]
         gathered_scales = channel.region(shape, scales.dtype, gathered.nbytes)

@@ -225,6 +225,23 @@ def test_what_we_do_not_compute_runs_without_overlap_and_is_counted(recipe):
         assert reasons == ["nothing is supported"] * 2
 
 
+def without_blocks(rank: int) -> list[str]:
+    te_overlap = overlapped()
+    te_modules.FP8GlobalStateManager.recipe = te_modules.Recipe("block")
+    refused = mock.patch.object(te_overlap.ops, "blocks_refused", return_value="no such GEMM")
+    with refused as asked, pytest.warns(UserWarning, match="no such GEMM"):
+        ours = stepped(rank, layer(rank, "column", True), "column")
+    assert [call.args[1:] for call in asked.call_args_list] == [(128, 128), (128, 256)]
+    for one, other in zip(ours, stepped(rank, layer(rank, "column", False), "column"), strict=True):
+        assert_exact(one, other)
+    return [reason for _, reason in flux_megatron.report().fallbacks]
+
+
+def test_a_library_without_blockwise_scales_leaves_tes_own():
+    """It is asked for a GEMM of the rows of a shard, forward and of dx."""
+    assert run_ranks(without_blocks, 2) == [["no such GEMM"] * 2] * 2
+
+
 def strict(rank: int) -> None:
     te_overlap = overlapped()
     with mock.patch.object(te_overlap, "_unsupported", return_value="nothing is supported"):
