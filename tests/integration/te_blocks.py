@@ -58,6 +58,29 @@ class Float8BlockwiseQTensorStorage:
         return real.t() if transposed else real
 
 
+class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, torch.Tensor):
+    """A weight that is FP8 itself. Only what autograd and a module ask of it can be done."""
+
+    @staticmethod
+    def __new__(cls, stored: Float8BlockwiseQTensorStorage) -> Float8BlockwiseQTensor:
+        return Tensor._make_wrapper_subclass(cls, stored.size(), dtype=torch.float32)
+
+    def __init__(self, stored: Float8BlockwiseQTensorStorage) -> None:
+        self.__dict__.update(stored.__dict__)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.detach.default:
+            raise NotImplementedError(f"{func} of a weight in FP8")
+        return cls(args[0])
+
+    def change(self, values: Tensor) -> None:
+        """As an optimizer's step does it, in place; what lies along rows is made anew."""
+        for name, fresh in self._quantizer(values).__dict__.items():
+            if isinstance(fresh, Tensor):
+                getattr(self, name).copy_(fresh)
+
+
 class Float8BlockQuantizer:
     def __init__(self, fp8_dtype: Any, torch_dtype: torch.dtype, block_scaling_dim: int) -> None:
         self.dtype, self.torch_dtype, self.block_scaling_dim = (

@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from te_blocks import Float8BlockQuantizer, Float8BlockwiseQTensorStorage, gather_blocks
+from te_blocks import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
+    Float8BlockwiseQTensorStorage,
+    gather_blocks,
+)
 from torch import Tensor
 
 
@@ -147,6 +152,16 @@ def quantized(tensor: Tensor, dtype: DType) -> Float8TensorStorage:
     return Float8Quantizer(dtype, None)(tensor)
 
 
+def parameter_of(w: Tensor) -> Any:
+    """A weight that is FP8, by the recipe."""
+    stored = quantizer_of(DType.kFloat8E4M3, weight=True)(w)
+    if isinstance(stored, Float8BlockwiseQTensorStorage):
+        return Float8BlockwiseQTensor(stored)
+    made = Float8Tensor(stored._data, stored._scale_inv, stored._fp8_dtype)
+    made.moved(torch.zeros(2**14, dtype=torch.uint8)[64:])
+    return made
+
+
 def assert_dim_for_fp8_exec(*tensors: Any) -> None:
     for one in tensors:
         fits = math.prod(one.shape[:-1]) % 8 == 0 == one.shape[-1] % 16
@@ -237,7 +252,7 @@ class _Linear(torch.autograd.Function):
             quantizer = quantizer_of(DType.kFloat8E4M3, layer.group if column else None)
             linear.assert_dim_for_fp8_exec(x, w)
             shard = quantizer(x)
-            if not isinstance(w, Float8TensorStorage):
+            if not isinstance(w, _QUANTIZED):
                 weight = quantizer_of(DType.kFloat8E4M3, weight=True)(w)
             if column:
                 quantizer.set_usage(rowwise=True, columnwise=False)

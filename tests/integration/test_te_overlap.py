@@ -158,18 +158,16 @@ def of_parameters(rank: int, mode: str, overlap: bool, reads_rows: bool) -> list
     """Two steps of a layer whose weight is FP8 in a buffer, changed in between."""
     te_modules.FP8GlobalStateManager.reads_rows = reads_rows
     made = layer(rank, mode, overlap)
-    w = te_modules.quantized(made.weight.data, te_modules.DType.kFloat8E4M3)
-    weight = te_modules.Float8Tensor(w._data, w._scale_inv, w._fp8_dtype)
-    made.weight = torch.nn.Parameter(weight)
-    made.weight.moved(torch.zeros(2**14, dtype=torch.uint8)[64:])
+    made.weight = torch.nn.Parameter(te_modules.parameter_of(made.weight.data))
     found = stepped(rank, made, mode)
     made.weight.grad = None
     made.weight.change(integers(torch.Generator().manual_seed(rank), *made.weight.shape) * 8)
     return found + stepped(rank, made, mode)
 
 
-def weights_of_fp8(rank: int, reads_rows: bool) -> list[int]:
+def weights_of_fp8(rank: int, reads_rows: bool, recipe: str = "current") -> list[int]:
     overlapped()
+    te_modules.FP8GlobalStateManager.recipe = te_modules.Recipe(recipe)
     for mode in SIZES:
         ours, plain = (of_parameters(rank, mode, overlap, reads_rows) for overlap in (True, False))
         for one, other in zip(ours, plain, strict=True):
@@ -178,9 +176,11 @@ def weights_of_fp8(rank: int, reads_rows: bool) -> list[int]:
     return [sum(_totals().values()), *report.fallbacks.values(), *report.copies.values()]
 
 
-def test_weights_that_are_fp8_parameters():
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_weights_that_are_fp8_parameters(recipe):
     """`--fp8-param-gather`: the optimizer moves the bytes and changes them in place."""
-    assert run_ranks(weights_of_fp8, 2, False, environment=FUSED) == [[8]] * 2
+    named = {"FLUX_MEGATRON_STRATEGY": OVERLAPS[recipe]}
+    assert run_ranks(weights_of_fp8, 2, False, recipe, environment=named) == [[8]] * 2
 
 
 def test_a_weight_that_te_does_not_transpose_has_no_overlap_in_backward():
