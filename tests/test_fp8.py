@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 import flux_megatron
 from flux_megatron import errors, ops, reference, scaling
-from flux_megatron.overlap import registry
+from flux_megatron.overlap import registry, sequential
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 from flux_megatron.scaling import Scaling
 
@@ -144,6 +145,42 @@ def test_blockwise_scales_are_exact(world_size):
     counts = {"sequential": steps, "pipelined": 4 * steps}
     for calls in on_device(exact_blocks, world_size, world_size):
         assert calls == {(p, s): count for p in PATTERNS for s, count in counts.items()}
+
+
+def as_torch_takes_it(
+    x: Tensor, w: Tensor, of_x: Tensor, of_w: Tensor, *, bias: Tensor | None,
+    out_dtype: torch.dtype, use_fast_accum: bool, out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """`torch._scaled_mm` on CUDA, which refuses scales with other strides."""
+    rows, (K, N) = len(x), w.shape
+    assert (of_x.shape, of_x.stride()) == ((rows, K // 128), (1, rows))
+    assert (of_w.shape, of_w.stride()) == ((K // 128, -(-N // 128)), (1, K // 128))
+    assert not use_fast_accum
+    assert w.stride() == (1, K)
+    given = Scaling(of_x.t(), of_w.t(), out_dtype, True, True)
+    real_x, real_w = scaling.dequantized(x, w.t(), given)
+    y = real_x @ real_w.t()
+    y = (y if bias is None else y + bias.float()).to(out_dtype)
+    return y if out is None else out.copy_(y)
+
+
+def calls_of_library(rank: int) -> int:
+    taken = mock.Mock(side_effect=as_torch_takes_it)
+    in_library = mock.patch.object(sequential, "_in_library", return_value=True)
+    with mock.patch.object(torch, "_scaled_mm", taken), in_library:
+        for pattern, plan in itertools.product(PATTERNS, BLOCKWISE_PLANS):
+            layer = Layer(
+                pattern, (12, 144, 512), E5M2, OUT[0], 2, bias=pattern == "ag_gemm", blockwise=True
+            )
+            assert_exact(layer.call(plan), layer.expected()[rank], f"{pattern} {plan}")
+    return taken.call_count
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="stands in for CUDA")
+def test_the_library_gets_scales_without_gaps():
+    """One GEMM; one a shard, or a chunk of it; and bias is rounded with the sum."""
+    gathering, reducing = 1 + 2 + 2 + 1 + 2, 1 + 2 + 4 + 1 + 1
+    assert on_device(calls_of_library, 2) == [gathering + reducing] * 2
 
 
 def close_calls(rank: int) -> None:

@@ -102,7 +102,7 @@ def scaled_gemm(
 ) -> Tensor:
     """x @ w.t() * scales + bias, rounded once, by the library where it has FP8; `out`, if given."""
     dtype = scaling.out_dtype
-    if x.device.type == "cuda" and _in_library(x, scaling):
+    if _in_library(x, scaling):
         of_x, of_w = _as_in_library(w, scaling)
         inside = None if dtype is torch.float32 else bias  # the library adds none in fp32
         y = torch._scaled_mm(
@@ -120,6 +120,8 @@ def scaled_gemm(
 
 
 def _in_library(x: Tensor, scaling: Scaling) -> bool:
+    if x.device.type != "cuda":
+        return False
     if scaling.blockwise:
         return blocks_refused(x.device, *x.shape) is None
     return torch.cuda.get_device_capability(x.device) >= (8, 9)
