@@ -85,18 +85,29 @@ class Layer:
         self.x_scale = torch.tensor([x * own], device=self.device)
         self.w_scale = torch.tensor([w], device=self.device)
         if self.blockwise:
-            shapes = block_shapes(len(self.x), *self.w.shape)
-            self.x_scale, self.w_scale = self._powers(x, shapes[0]), self._powers(w, shapes[1])
+            self._block_scales(x, w)
         self.scaling = Scaling(self.x_scale, self.w_scale, OUT, self.split, self.blockwise)
         self.gathered, self.all_scales = self.x, self.x_scale
         if self.gathers:
             self.gathered = torch.empty(self.M, self.K, device=self.device, dtype=E4M3)
             self.gather()
 
-    def _powers(self, scale: float, shape: tuple[int, int]) -> Tensor:
-        """Of two, times the scale."""
-        powers = torch.randint(-2, 3, shape, device=self.device, generator=self._made)
-        return scale * powers.float().exp2()
+    def _block_scales(self, x: float, w: float) -> None:
+        """Powers of two, times the scale: of another in each row, N and 128 of K. That of K is in x
+        what is missing in w, so that bf16 has the sums of integers, over the ranks too.
+        """
+        alike = torch.Generator(self.device).manual_seed(0)
+        (blocks, rows), (n, padded) = block_shapes(len(self.x), *self.w.shape)
+
+        def powers(count: int, generator: torch.Generator) -> Tensor:
+            drawn = torch.randint(-2, 3, (count,), device=self.device, generator=generator)
+            return drawn.float().exp2()
+
+        of_k, of_rows = powers(padded, alike), powers(rows, self._made)
+        if not self.gathers:
+            of_k, of_rows = powers(padded, self._made), powers(rows, alike)
+        self.x_scale = x * of_rows * of_k[:blocks, None]
+        self.w_scale = w * powers(n, alike)[:, None] / of_k
 
     def gather(self) -> None:
         bytes_ = self.gathered.view(torch.uint8), self.x.view(torch.uint8)
