@@ -26,7 +26,7 @@ from flux_megatron.patching import installed
 
 OUR_SPEC = ["flux_megatron.specs", "flux_layer_spec"]
 _TE_ALONE = "only TransformerEngine's linear layers do it"
-FP8_RECIPES = ("delayed", "tensorwise")  # one scale a tensor; Megatron's default is the first
+FP8_RECIPES = ("delayed", "tensorwise", "blockwise")  # Megatron's default is the first
 NOTHING = "tensor parallel size is 1, so no call has communication to overlap"
 _MODELOPT = "ModelOpt builds models of its own layers"
 

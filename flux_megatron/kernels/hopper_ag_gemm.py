@@ -180,7 +180,7 @@ def ag_gemm(
     world_size = M // x.shape[0]
     run = _launcher(
         world_size, x.dtype, x.device, bias is not None, layout, tile, copy_local, k_parts,
-        *(scaling[2:] if scaling else ()),
+        *(scaling[2:4] if scaling else ()),
     )  # fmt: skip
     split, sizes = _sizes(x.shape[0], N, x.shape[1], world_size, x.device, tile)
     sums = split.partials * tile.block_m * tile.block_n

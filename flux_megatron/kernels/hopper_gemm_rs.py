@@ -272,7 +272,7 @@ def gemm_rs(
     chunks = 1 if scaling else chunk_count(world_size, cdiv(K, tile.block_k))
     run = _launcher(
         world_size, chunks, x.dtype, x.device, layout, tile, by_sm, gathering is not None,
-        *(scaling[2:] if scaling else ()),
+        *(scaling[2:4] if scaling else ()),
     )  # fmt: skip
     split, sizes = _sizes(M_shard, N, K, world_size, x.device, tile)
     sums = split.partials * tile.block_m * tile.block_n

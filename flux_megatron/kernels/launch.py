@@ -35,6 +35,8 @@ def supports_tensors(dtype: str, device: str) -> str | None:
 
 def supports_scaled(problem: Problem) -> str | None:
     """`supports` of kernels that multiply FP8 too."""
+    if problem.blockwise:
+        return "our kernels add up no products with blockwise scales"
     if problem.scaled and problem.device == "cuda":
         capability = torch.cuda.get_device_capability()
         if capability < (8, 9):

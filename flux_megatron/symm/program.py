@@ -207,9 +207,9 @@ class ChannelSlots:
         self.epoch = EPOCHS[self.number]
         self.half_words = Operand(self._fixed - 1)  # of 64 bits, in the region
 
-    def region(self, shape: tuple[int, ...], dtype: torch.dtype) -> RegionSlot:
-        """This rank's region from its beginning on."""
-        slot = RegionSlot(self.program, self.peer(self.program.rank), shape, dtype)
+    def region(self, shape: tuple[int, ...], dtype: torch.dtype, first: int = 0) -> RegionSlot:
+        """This rank's region from its byte `first` on."""
+        slot = RegionSlot(self.program, self.peer(self.program.rank, first), shape, dtype)
         slot.channel = self.number
         return slot
 
@@ -246,8 +246,9 @@ class CallProgram:
         self.bias = None if bias is None else Slot(self, BIAS, tuple(bias.shape), bias.dtype)
         self.scaling: Any = None
         if scaling is not None:
-            scales: Any = [Slot(self, one, (1,), torch.float32) for one in (X_SCALE, W_SCALE)]
-            self.scaling = scaling._replace(x=scales[0], w=scales[1])
+            given = (X_SCALE, scaling.x), (W_SCALE, scaling.w)
+            slots: Any = [Slot(self, at, tuple(one.shape), torch.float32) for at, one in given]
+            self.scaling = scaling._replace(x=slots[0], w=slots[1])
         self.channels: tuple[ChannelSlots, ...] = ()
         self.made: tuple[tuple[tuple[int, ...], torch.dtype | None], ...] = ()  # None: that of x
         self.segments: list[list[tuple[str, list[Step]]]] = [[]]

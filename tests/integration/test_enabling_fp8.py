@@ -142,7 +142,7 @@ def test_chosen_layers_alone_overlap(rank):
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"fp8_recipe": "blockwise"}, "--fp8-recipe blockwise: one of delayed, tensorwise"),
+        ({"fp8_recipe": "mxfp8"}, "--fp8-recipe mxfp8: one of delayed, tensorwise, blockwise"),
         ({"sp": False}, "without --sequence-parallel TransformerEngine overlaps nothing"),
         ({"tp_comm_overlap": True}, "tp_comm_overlap is True: "),
     ],

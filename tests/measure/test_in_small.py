@@ -95,16 +95,20 @@ def test_a_wrong_plan_is_not_timed(rank, case):
 
 def fp8_calls(rank: int, out: Path) -> None:
     for case in fp8_operations.SMALL.split(","):
-        assert fp8_operations.measure(_run(out), case, 2, False)
+        kinds = ("fast", "split", "blockwise")
+        assert fp8_operations.measure(_run(out), case, 2, False, kinds)
 
 
 def test_fp8_is_verified_and_has_a_row_a_candidate(tmp_path):
     run_ranks(fp8_calls, 2, tmp_path / "rows")
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     errors = [row for row in rows if row["table"] == "fp8_errors"]
-    assert [row["wrong"] for row in errors] == [False] * 4
+    assert [row["wrong"] for row in errors] == [False] * 6
     named = [row["candidate"] for row in rows if row["table"] == "fp8_operations"]
-    assert named == ["gemm", "serial", "ours", "gemm_split", "serial_split", "ours_split"] * 2
+    calls = [
+        one + kind for kind in ("", "_split", "_blockwise") for one in ("gemm", "serial", "ours")
+    ]
+    assert named == calls * 2
 
 
 def wrong_scale(rank: int, case: str) -> bool:

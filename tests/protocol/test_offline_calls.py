@@ -34,6 +34,12 @@ CALLS = {
     "fused ag_gemm": [*GATHER, *PUSH, "launch", *JOIN],
     "fused gemm_rs": ["launch", "launch"],
     "pipelined ag_gemm": [*GATHER, *PUSH, "torch", "launch", "torch", "torch", *JOIN],
+    "pipelined ag_gemm, FP8 in blocks": [  # whose scales go before the first signal
+        *FORK, "copy", *PUSH, *PUSH, "torch", "launch", "torch", *JOIN,
+    ],
+    "pipelined gemm_rs, FP8": [
+        "torch", *FORK, *PUSH, "torch", *FORK, "write", "launch", *JOIN,
+    ],
     "pipelined ag_gemm, one GEMM": [*GATHER, "copy", "launch", "torch", *JOIN],
     "pipelined gemm_rs": [
         "torch", *FORK, *PUSH, "torch", *FORK, "write", "launch", *JOIN,

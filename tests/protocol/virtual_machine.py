@@ -252,6 +252,8 @@ class Machine:
             mock.patch.multiple(p.lasting, _disable_current_modes=nullcontext),
             mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),
             mock.patch.multiple(p.signalled, communication_stream=self._communication_stream),
+            # functions of torch's that make tensors on the way
+            mock.patch.multiple(p.pipelined, _scaled_gemm=self._enqueued(p.pipelined._scaled_gemm)),
             mock.patch.multiple(p.primitives, host_wait=self._host_wait),
             mock.patch.multiple(p.a2a_gemm, PUSHERS=1),  # the other CTAs help
             mock.patch.multiple(p.word_primitives, host_wait_words=self._host_wait_words),
@@ -266,6 +268,15 @@ class Machine:
             p.hopper_kernels.launched_on(self._gluon()),
         ):
             yield
+
+    def _enqueued(self, function: Callable[..., None]) -> Callable[..., None]:
+        """The function as one operation of the stream in which a host calls it."""
+
+        def enqueue(*given: object) -> None:
+            stream = self.scheduler.current_stream
+            self.scheduler.enqueue(stream, function.__name__, lambda: function(*given))
+
+        return enqueue
 
     def _gluon(self) -> Gluon:
         signals = self.package.signals
