@@ -28,8 +28,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from flux_megatron.nn import by_name
-from flux_megatron.nn.linear import _autocast
+from flux_megatron.nn.linear import _autocast, linear_of
 from flux_megatron.nn.replicated import SumGradient
 
 
@@ -130,9 +129,9 @@ class _Colwise(_Linear):
         name, R, layout = self.group_name, self.world_size, self.style.input_layout
         if isinstance(layout, Shard):
             d = _dimension(self.style, layout, x)
-            y = by_name.linear("column", x.movedim(d, 0), w, bias, name, R).movedim(0, d)
+            y = linear_of("column", x.movedim(d, 0), w, bias, name, R).movedim(0, d)
         else:
-            y = by_name.linear("local", x, w, bias, "" if summed else name, R)
+            y = linear_of("local", x, w, bias, "" if summed else name, R)
         return self._result(y, Shard(y.dim() - 1))
 
 
@@ -142,10 +141,10 @@ class _Rowwise(_Linear):
         name, R, layout = self.group_name, self.world_size, self.style.output_layout
         if isinstance(layout, Shard):
             d = _dimension(self.style, layout, x)
-            y = by_name.linear("row", x.movedim(d, 0), w, None, name, R).movedim(0, d)
+            y = linear_of("row", x.movedim(d, 0), w, None, name, R).movedim(0, d)
             bias = None if bias is None else SumGradient.apply(bias, name)
         else:
-            y = by_name.linear("whole", x, w, None, name, R)
+            y = linear_of("whole", x, w, None, name, R)
         return self._result(y if bias is None else y + bias, _positive(layout, y.dim()))
 
 
