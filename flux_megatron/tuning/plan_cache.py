@@ -52,33 +52,30 @@ class PlanCache(Generic[E]):
         """Entries of the problem whatever its M, on this GPU and link: those measured in this
         environment, then, unless only they are wanted (`here`), those with other software.
         """
+        gpu, link = self.environment.gpu, self.environment.link
         found = [
             e for e in self.entries
             if replace(e.problem, M=0) == kind
-            and _machine(e.environment) == _machine(self.environment)
+            and (e.environment.gpu, e.environment.link) == (gpu, link)
         ]  # fmt: skip
         found.sort(key=lambda one: not self.is_here(one))
         return [one for one in found if self.is_here(one)] if here else found
 
 
-def opened(kind: type[E], folder: Path, device: torch.device) -> PlanCache[E]:
+@lru_cache(maxsize=8)
+def opened(kind: type[Any], folder: Path, device: torch.device) -> PlanCache[Any]:
     """The entries of the user's cache, in `folder`, and those we ship, for this environment; read
     once.
     """
-    return _opened(kind, folder, device)  # type: ignore[arg-type]
-
-
-@lru_cache(maxsize=8)
-def _opened(kind: type[Any], folder: Path, device: torch.device) -> PlanCache[Any]:
     cache = PlanCache(kind, [user_folder(folder), shipped()], environment.of(device))
     for reason in cache.left_out:
-        warnings.warn(f"flux_megatron: measured plans are left out: {reason}", stacklevel=3)
+        warnings.warn(f"flux_megatron: measured plans are left out: {reason}", stacklevel=2)
     return cache
 
 
 def keep(entry: AnyEntry, folder: Path, device: torch.device) -> None:
     """Use the entry from now on, here and in later runs."""
-    opened(type(entry), folder, device).entries.insert(0, entry)
+    opened(type(entry), folder, device).entries.insert(0, entry)  # type: ignore[arg-type]
     try:
         store(user_folder(folder), entry)
     except OSError as error:
@@ -88,10 +85,6 @@ def keep(entry: AnyEntry, folder: Path, device: torch.device) -> None:
 def user_folder(folder: Path) -> Path:
     """Where in FLUX_MEGATRON_CACHE measured plans are."""
     return folder / "plans"
-
-
-def _machine(environment: Environment) -> tuple[str, str]:
-    return environment.gpu, environment.link
 
 
 def slug(gpu: str) -> str:
