@@ -75,23 +75,15 @@ class Region:
         """The numbers that programs of calls know by their places in it: the addresses of all
         ranks' regions and signals, the region's size in 64-bit words, the addresses of `fixed`.
         """
+        regions = (shard.data_ptr() + self._offset_bytes for shard in self._data.shards)
+        pads = (pad.data_ptr() for pad in self.pads)
         fixed = (one.data_ptr() for one in self.fixed)
-        return (*self.addresses, *self.pad_addresses, self.size_bytes // 8, *fixed)
+        return (*regions, *pads, self.size_bytes // 8, *fixed)
 
     @cached_property
     def table(self) -> bytes:
         """`words` as C takes them."""
         return struct.pack(f"{len(self.words)}Q", *self.words)
-
-    @cached_property
-    def addresses(self) -> tuple[int, ...]:
-        """Of every rank's region, as this process sees it."""
-        return tuple(shard.data_ptr() + self._offset_bytes for shard in self._data.shards)
-
-    @cached_property
-    def pad_addresses(self) -> tuple[int, ...]:
-        """Of every rank's signals."""
-        return tuple(pad.data_ptr() for pad in self.pads)
 
     def prepared(self, make: Callable[..., Any], *arguments: Hashable) -> Any:
         """`make(region, *arguments)`, cached: the addresses of a region do not change."""
@@ -168,11 +160,10 @@ class Channel:
         )
         self.work_counter = torch.zeros(signals.WORK_WORDS, dtype=torch.int32, device=device)
         self._entries = torch.zeros(1, dtype=torch.int32, device=device)
-        waiter = f"rank {self._rank} of group {group.group_name}"
         awaited = partial(signals.describe_slot, world_size=self._world_size)
         for pads in (self._pads, self._captured_pads):
-            self._name(pads[self._rank], waiter, awaited)
-        self._name(self.partial_counters, waiter, "the partials of tile {}".format)
+            self._name(pads[self._rank], awaited)
+        self._name(self.partial_counters, "the partials of tile {}".format)
         self.epoch = 0
         self.open = False  # whether a call is
         self.region_bytes = 0
@@ -181,7 +172,8 @@ class Channel:
         self._spare: Region | None = None  # of eager calls, when captured ones have taken the other
         self._outgrown: list[Region] = []  # that replays of older graphs write
 
-    def _name(self, pad: Tensor, waiter: str, awaited: Callable[[int], str]) -> None:
+    def _name(self, pad: Tensor, awaited: Callable[[int], str]) -> None:
+        waiter = f"rank {self._rank} of group {self._group.group_name}"
         self._status.name(pad, waiter, awaited, partial(timeout_s, self._group))
         self._named.append(pad)
 

@@ -71,7 +71,6 @@ class Workspace:
         self._doorbells = [place.doorbell for place in ranks]
         self.unavailable = why_unavailable(ranks, group) or why_not_shared(group, device)
         self.calls = None if self.unavailable else _call_log(group, device)
-        self._bound: tuple[settings.Settings, int] | None = None  # of waits, under these settings
         self._late = ""  # the wait that ran out of time, with its likely reason
         self._status = status or Status(device)
         self.channels: dict[str, Channel] = {}
@@ -79,10 +78,7 @@ class Workspace:
     @property
     def timeout_ns(self) -> int:
         """The bound of a kernel's waits."""
-        now = settings.get()
-        if self._bound is None or self._bound[0] is not now:
-            self._bound = now, int(timeout_s(self.group) * 1e9)
-        return self._bound[1]
+        return int(timeout_s(self.group) * 1e9)
 
     def begin(self, channel: str, size_bytes: int, kind: type[Channel] = Channel) -> Call:
         """Open the next call of a channel, of this `kind`, with `size_bytes` or more in its region.
@@ -306,19 +302,14 @@ def workspace(group: ProcessGroup, device: torch.device) -> Workspace:
         _workspaces[group] = found
         found.remember(_agreed_before.pop(group, {}))
         _give_back([other for other in _workspaces if is_destroyed(other)])
-        _say_bound(group)
+        _log_bound(timeout_s(group), settings.get().timeout_s is not None)
     return found
 
 
 @cache
-def _say(text: str) -> None:
-    _log.info(text)
-
-
-def _say_bound(group: ProcessGroup) -> None:
-    given = settings.get().timeout_s is not None
+def _log_bound(seconds: float, given: bool) -> None:
     why = "FLUX_MEGATRON_TIMEOUT_S" if given else f"{SHARE:g} of the group's timeout"
-    _say(f"flux_megatron: a wait for another rank ends after {timeout_s(group):g} s ({why})")
+    _log.info(f"flux_megatron: a wait for another rank ends after {seconds:g} s ({why})")
 
 
 def workspaces() -> list[Workspace]:
