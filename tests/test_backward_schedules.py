@@ -15,7 +15,8 @@ from ranks import DEVICE, FUSED, here, on_device_ranks
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron import errors, reference
+from flux_megatron import errors
+from flux_megatron.lab import reference
 from flux_megatron.nn import all_reduced
 from flux_megatron.nn.all_reduced import local_linear
 from flux_megatron.overlap import fused, pipelined, registry, sequential

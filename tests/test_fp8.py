@@ -15,7 +15,8 @@ from ranks import DEVICE, on_device
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron import errors, ops, reference
+from flux_megatron import errors, ops
+from flux_megatron.lab import reference
 from flux_megatron.overlap import registry
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 from flux_megatron.scaling import Scaling

@@ -13,7 +13,7 @@ from layer_cases import Layer, apply, check, layer, mine, solve, transfers
 from ranks import DEVICE, FUSED, be_late, on_device_ranks
 
 import flux_megatron
-from flux_megatron import reference
+from flux_megatron.lab import reference
 from flux_megatron.nn import functions
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 

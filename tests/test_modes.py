@@ -22,9 +22,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flux_megatron
-from flux_megatron import ops, reference
+from flux_megatron import ops
 from flux_megatron.device import Channel
 from flux_megatron.expert_parallel import ops as expert_ops
+from flux_megatron.lab import reference
 from flux_megatron.symm import workspace as workspace_module
 from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.workspace import workspaces

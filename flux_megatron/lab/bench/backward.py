@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron import reference
+from flux_megatron.lab import reference
 from flux_megatron.lab.bench.candidates import (
     Candidate,
     expected,
