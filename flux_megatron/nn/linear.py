@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
 from flux_megatron import ops
-from flux_megatron.nn import all_reduced, functions, operators
+from flux_megatron.nn import functions, operators
 from flux_megatron.nn.replicated import SumGradient, joined
 
 
@@ -157,10 +157,10 @@ def linear_of(layer: str, x: Tensor, w: Tensor, bias: Tensor | None, name: str, 
         return operators.linear(layer, x, w, None, name, R, bias, False)[0]
     group: Any = ops.group_named(name) if name else None
     if layer == "local":
-        return all_reduced.local_linear(x, w, bias, allreduce_group=group)
+        return functions.local_linear(x, w, bias, allreduce_group=group)
     if layer == "column":
         return functions.column_parallel_linear(x, w, bias, group=group)
-    function = functions.row_parallel_linear if layer == "row" else all_reduced.row_linear
+    function = functions.row_parallel_linear if layer == "row" else functions.row_linear
     return function(x, w, group=group)
 
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flux_megatron import ops
-from flux_megatron.nn import functions
-from flux_megatron.nn.functions import Wgrad
+from flux_megatron.nn import linear_passes
+from flux_megatron.nn.linear_passes import Wgrad
 from flux_megatron.ops import group_named
 from flux_megatron.wgrad import IntoMainGrad, plain_wgrad
 
@@ -32,11 +32,9 @@ def linear(
     bias: Tensor | None, save_gathered: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y, and the gathered rows of x for backward, none without `save_gathered`."""
-    kept = [x.new_empty(0, x.shape[-1])]
-    consume = (lambda rows: kept.append(rows.clone())) if save_gathered else None
     ranks = group_named(group) if group else None
-    y = functions.forward(layer, x, functions._rows(x), w, bias, ranks, consume)
-    return y, kept[-1]
+    y, kept = linear_passes.forward(layer, x, w, bias, ranks, save_gathered)
+    return y, x.new_empty(0, x.shape[-1]) if kept is None else kept
 
 
 @linear.register_fake
@@ -90,10 +88,10 @@ def _gradients(
     needs: Sequence[bool], wgrad: Wgrad,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """dx, dw, db, each None where it is not needed or is added elsewhere."""
-    rows = functions._rows(x) if needs[1] else None
+    rows = linear_passes.rows_of(x) if needs[1] else None
     ranks = group_named(group) if group else None
-    options = functions.Options(layer, ranks, wgrad, save_gathered)
-    return functions.backward(dy, rows, w, _shape_of_dx(layer, dy, w, R), options, needs)
+    options = linear_passes.Options(layer, ranks, wgrad, save_gathered)
+    return linear_passes.backward(dy, rows, w, _shape_of_dx(layer, dy, w, R), options, needs)
 
 
 def _shape_of_dx(layer: str, dy: Tensor, w: Tensor, R: int) -> list[int]:

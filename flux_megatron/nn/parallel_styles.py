@@ -186,16 +186,16 @@ class FluxRowwiseParallel(_FluxParallel):
         self, given: Placement | None, result: Placement | None
     ) -> tuple[Placement, Placement]:
         given, result = given or Shard(-1), result or Replicate()
-        _expect(self, "input_layouts", given, given == Shard(-1))
+        _expect(self, "input_layouts", given, given == Shard(-1), "Shard(-1)")
         _expect(self, "output_layouts", result, isinstance(result, (Shard, Replicate)))
         return given, result
 
 
-def _expect(style: ParallelStyle, option: str, given: Placement, good: bool) -> None:
+def _expect(
+    style: ParallelStyle, option: str, given: Placement, good: bool,
+    expected: str = "Replicate() or Shard",
+) -> None:  # fmt: skip
     if not good:
-        expected = "Shard(-1)" if isinstance(style, FluxRowwiseParallel) else "Replicate() or Shard"
-        if option == "output_layouts":
-            expected = "Replicate() or Shard"
         raise ValueError(f"{type(style).__name__}: {option} {given} given, {expected} expected")
 
 

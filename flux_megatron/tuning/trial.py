@@ -1,8 +1,8 @@
 """A problem on random operands, as the tuner runs it: any plan of it as a call to be timed.
 
 Layout "nt" is an operation of forward. "nn" is one half of a layer's backward, so the whole
-backward is run, as `nn.functions` and `nn.all_reduced` do it: where the communication hides is part
-of what is chosen.
+backward is run, as `nn.linear_passes` does it: where the communication hides is part of what is
+chosen.
 
 | problem | backward of | calls |
 | --- | --- | --- |
