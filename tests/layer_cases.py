@@ -12,8 +12,7 @@ from ranks import DEVICE, here
 from torch import Tensor
 
 from flux_megatron.lab import reference
-from flux_megatron.nn.all_reduced import local_linear
-from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
+from flux_megatron.nn.functions import column_parallel_linear, local_linear, row_parallel_linear
 from flux_megatron.symm.workspace import workspace
 
 

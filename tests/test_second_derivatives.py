@@ -11,8 +11,12 @@ from ranks import here, on_device_ranks
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron.nn.all_reduced import local_linear, row_linear
-from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
+from flux_megatron.nn.functions import (
+    column_parallel_linear,
+    local_linear,
+    row_linear,
+    row_parallel_linear,
+)
 from flux_megatron.nn.norm import rms_norm
 from flux_megatron.overlap import differentiable
 from flux_megatron.wgrad import IntoMainGrad

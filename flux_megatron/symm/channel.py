@@ -12,11 +12,10 @@ call a channel, which `begin` and `end` enforce.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from torch.distributed import ProcessGroup
 from flux_megatron import settings
 from flux_megatron.symm import device as devices
 from flux_megatron.symm import signals
-from flux_megatron.symm.buffer import SymmetricBuffer
+from flux_megatron.symm.buffer import Region, SymmetricBuffer
 from flux_megatron.symm.groups import timeout_s
 from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.recent import Recent
@@ -41,58 +40,6 @@ def rounded(size_bytes: int) -> int:
     """
     step = max(_PAGE, 1 << (size_bytes.bit_length() - 1) >> 3)
     return -(-size_bytes // step) * step
-
-
-@dataclass(frozen=True, eq=False)
-class Region:
-    """What one call at a time uses: the same bytes of each rank's buffer, and the signals for them.
-
-    `pointers` and `pad_pointers` are int64 [R] on the device: the addresses of all ranks' regions
-    and pads. `entries`, int32 [1], is this rank's count of captured calls, None in the regions of
-    eager calls. `fixed` are tensors for calls, in the order of their channel's `FIXED`.
-    """
-
-    rank: int
-    world_size: int
-    size_bytes: int
-    pointers: Tensor
-    pads: tuple[Tensor, ...]
-    pad_pointers: Tensor
-    entries: Tensor | None
-    fixed: tuple[Tensor, ...]
-    _data: SymmetricBuffer
-    _offset_bytes: int
-    _prepared: Recent[Hashable, Any] = field(default_factory=Recent)
-
-    def view(
-        self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int = 0
-    ) -> Tensor:
-        """Rank `rank`'s region, or what is `offset_bytes` behind its beginning, as a tensor."""
-        return self._data.view(rank, shape, dtype, self._offset_bytes + offset_bytes)
-
-    @cached_property
-    def words(self) -> tuple[int, ...]:
-        """The numbers that programs of calls know by their places in it: the addresses of all
-        ranks' regions and signals, the region's size in 64-bit words, the addresses of `fixed`.
-        """
-        regions = (shard.data_ptr() + self._offset_bytes for shard in self._data.shards)
-        pads = (pad.data_ptr() for pad in self.pads)
-        fixed = (one.data_ptr() for one in self.fixed)
-        return (*regions, *pads, self.size_bytes // 8, *fixed)
-
-    @cached_property
-    def table(self) -> bytes:
-        """`words` as C takes them."""
-        return struct.pack(f"{len(self.words)}Q", *self.words)
-
-    def prepared(self, make: Callable[..., Any], *arguments: Hashable) -> Any:
-        """`make(region, *arguments)`, cached: the addresses of a region do not change."""
-        key = (make, arguments)
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            with lasting():
-                prepared = self._prepared[key] = make(self, *arguments)
-        return prepared
 
 
 class Call(NamedTuple):

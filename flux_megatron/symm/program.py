@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from flux_megatron.symm.channel import Channel, Region
+from flux_megatron.symm.buffer import Region
+from flux_megatron.symm.channel import Channel
 from flux_megatron.symm.enqueue import (
     BIAS,
     EPOCHS,

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron.symm import signals
-from flux_megatron.symm.channel import Call, Channel, Region
+from flux_megatron.symm.buffer import Region
+from flux_megatron.symm.channel import Call, Channel
 from flux_megatron.symm.status import Status
 
 
