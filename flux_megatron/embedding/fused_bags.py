@@ -19,8 +19,7 @@ from flux_megatron.kernels.embedding_gradient import CHUNK, embedding_gradient
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
-from flux_megatron.symm.buffer import Region
-from flux_megatron.symm.channel import Call
+from flux_megatron.symm.channel import Call, Region
 from flux_megatron.symm.signals import as_int32, comm_rows_at_least, slot
 from flux_megatron.symm.workspace import Workspace
 

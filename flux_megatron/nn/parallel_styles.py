@@ -37,6 +37,7 @@ class _FluxParallel(ParallelStyle):
 
     split: ClassVar[str]  # the size of the layer that is divided among the ranks
     placements: ClassVar[dict[str, Placement]]
+    layouts: ClassVar[tuple[Placement, Placement]]  # of input and output, where none is given
     kind: ClassVar[type[_Linear]]
 
     def __init__(
@@ -44,12 +45,12 @@ class _FluxParallel(ParallelStyle):
         use_local_output: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.input_layout, self.output_layout = self._layouts(input_layouts, output_layouts)
+        self.input_layout = input_layouts or self.layouts[0]
+        self.output_layout = output_layouts or self.layouts[1]
         self.use_local_output = use_local_output
+        self._check()
 
-    def _layouts(
-        self, given: Placement | None, result: Placement | None
-    ) -> tuple[Placement, Placement]:
+    def _check(self) -> None:
         raise NotImplementedError
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -161,13 +162,11 @@ class FluxColwiseParallel(_FluxParallel):
 
     split, kind = "out_features", _Colwise
     placements: ClassVar = {"weight": Shard(0), "bias": Shard(0)}
+    layouts: ClassVar = (Replicate(), Shard(-1))
 
-    def _layouts(
-        self, given: Placement | None, result: Placement | None
-    ) -> tuple[Placement, Placement]:
-        given = given or Replicate()
+    def _check(self) -> None:
+        given = self.input_layout
         _expect(self, "input_layouts", given, isinstance(given, (Shard, Replicate)))
-        return given, result or Shard(-1)
 
 
 class FluxRowwiseParallel(_FluxParallel):
@@ -181,14 +180,12 @@ class FluxRowwiseParallel(_FluxParallel):
 
     split, kind = "in_features", _Rowwise
     placements: ClassVar = {"weight": Shard(1), "bias": Replicate()}
+    layouts: ClassVar = (Shard(-1), Replicate())
 
-    def _layouts(
-        self, given: Placement | None, result: Placement | None
-    ) -> tuple[Placement, Placement]:
-        given, result = given or Shard(-1), result or Replicate()
+    def _check(self) -> None:
+        given, result = self.input_layout, self.output_layout
         _expect(self, "input_layouts", given, given == Shard(-1), "Shard(-1)")
         _expect(self, "output_layouts", result, isinstance(result, (Shard, Replicate)))
-        return given, result
 
 
 def _expect(

@@ -100,13 +100,11 @@ class Channel:
         self._pad_buffer = devices.allocate(2 * self._pad_bytes, group, device)
         self._pads, self._captured_pads = (self._pads_at(n * self._pad_bytes) for n in range(2))
         self._captured_pad_pointers = self._pad_buffer.pointers + self._pad_bytes
-        slots = self._world_size * signals.MAX_COMM_TILES
-        self.tile_counters = torch.zeros(slots, dtype=torch.int32, device=device)
-        self.partial_counters = torch.zeros(
-            signals.PARTIAL_COUNTERS, dtype=torch.int32, device=device
-        )
-        self.work_counter = torch.zeros(signals.WORK_WORDS, dtype=torch.int32, device=device)
-        self._entries = torch.zeros(1, dtype=torch.int32, device=device)
+        zeros = partial(torch.zeros, dtype=torch.int32, device=device)
+        self.tile_counters = zeros(self._world_size * signals.MAX_COMM_TILES)
+        self.partial_counters = zeros(signals.PARTIAL_COUNTERS)
+        self.work_counter = zeros(signals.WORK_WORDS)
+        self._entries = zeros(1)
         awaited = partial(signals.describe_slot, world_size=self._world_size)
         for pads in (self._pads, self._captured_pads):
             self._name(pads[self._rank], awaited)
