@@ -94,8 +94,7 @@ def _raced(
     if fastest != won:
         again = _final(trial, [plans[0], fastest], failed, RUN_OFF * rounds)
         settled = settle(again, plans[0]) if again else settled
-    entry = _entry(trial, plans, failed, times_us, rounds, settled)
-    return trial.entry.loads(leaders(group, entry.dumps()))
+    return leaders(group, _entry(trial, plans, failed, times_us, rounds, settled))
 
 
 def _final(
