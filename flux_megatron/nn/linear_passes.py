@@ -78,7 +78,8 @@ def forward(
     layer: str, x: Tensor, w: Tensor, bias: Tensor | None, group: Any, keep: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """y; with `keep` also a copy of the rows that a column layer gathers."""
-    rows, tokens, kept = rows_of(x), x.shape[0], list[Tensor]()
+    rows, tokens = rows_of(x), x.shape[0]
+    kept: list[Tensor] = []
     consume = (lambda gathered: kept.append(gathered.clone())) if keep else None
     with ops.phase("fprop"):
         if layer == "column":

@@ -27,7 +27,7 @@ typedef struct {
 typedef struct { int kind; Value stream, a, b, c, rows, pitch; Kernel *kernel; } Operation;
 typedef struct {
     PyObject_HEAD
-    int count, room, eager;
+    int count, eager;
     Py_ssize_t table;  // its size in bytes
     uint32_t aligned;  // the registers that must be multiples of 16 bytes
     CUcontext context;  // of the device whose streams it uses
@@ -180,16 +180,10 @@ static PyObject *List_run(PyObject *self, PyObject *const *given, Py_ssize_t cou
 }
 
 static Operation *more(List *list) {
-    if (list->count == list->room) {
-        int room = list->room ? 2 * list->room : 16;
-        Operation *grown = PyMem_Realloc(list->operations, room * sizeof *grown);
-        if (!grown) return (Operation *)PyErr_NoMemory();
-        list->operations = grown;
-        list->room = room;
-    }
-    Operation *one = &list->operations[list->count++];
-    memset(one, 0, sizeof *one);
-    return one;
+    Operation *grown = PyMem_Realloc(list->operations, (list->count + 1) * sizeof *grown);
+    if (!grown) return (Operation *)PyErr_NoMemory();
+    list->operations = grown;
+    return memset(&grown[list->count++], 0, sizeof *grown);
 }
 
 #define VALUE "(iK)"
@@ -201,7 +195,8 @@ static PyObject *List_add(PyObject *self, PyObject *operations) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(operations); i++) {
         Operation one = {0};
         if (!PyArg_ParseTuple(PyList_GET_ITEM(operations, i),
-                              "i" VALUE VALUE "|" VALUE VALUE VALUE VALUE, &one.kind, INTO(one.stream), INTO(one.a), INTO(one.b), INTO(one.c),
+                              "i" VALUE VALUE "|" VALUE VALUE VALUE VALUE, &one.kind,
+                              INTO(one.stream), INTO(one.a), INTO(one.b), INTO(one.c),
                               INTO(one.rows), INTO(one.pitch))) return NULL;
         if (one.kind < 0 || one.kind >= LAUNCH)
             return PyErr_Format(PyExc_ValueError, "operation %d given", one.kind);
