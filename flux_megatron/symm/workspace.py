@@ -173,9 +173,12 @@ class Workspace:
         self.agreement.failure()
         self.check()
 
+    def _holders(self) -> list[Any]:
+        """Who holds memory, and may be open: the channels, and what strategies keep."""
+        return [*self.channels.values(), *self.kept.values()]
+
     def open_calls(self) -> list[Any]:
-        """The channels, and what strategies keep, in the middle of a call."""
-        return [one for one in (*self.channels.values(), *self.kept.values()) if one.open]
+        return [one for one in self._holders() if one.open]
 
     def guard(self) -> Guard:
         return Guard(self)
@@ -212,8 +215,7 @@ class Workspace:
             return "a CUDA graph is being captured"
         if self.open_calls() and not self.has_failed:
             return "a call is in flight; call it between two calls"
-        held = [*self.channels.values(), *self.kept.values()]
-        if not graphs_dropped and any(one.held_by_graph for one in held):
+        if not graphs_dropped and any(one.held_by_graph for one in self._holders()):
             return (
                 "a captured CUDA graph has its addresses; drop the graphs of our calls and pass "
                 "graphs_dropped=True"
@@ -230,15 +232,10 @@ class Workspace:
 
     def close(self) -> None:
         """Give back all memory. Nothing of a call is enqueued any more."""
-        for channel in self.channels.values():
-            channel.close()
-        for one in self.kept.values():
+        for one in self._holders():
             one.close()
-        self.channels.clear()
-        self.kept.clear()
-        self.agreed.clear()
-        self.checked.clear()
-        self.programs.clear()
+        for known in (self.channels, self.kept, self.agreed, self.checked, self.programs):
+            known.clear()
 
     @property
     def size_bytes(self) -> int:

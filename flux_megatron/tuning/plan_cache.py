@@ -33,12 +33,8 @@ class PlanCache(Generic[E]):
 
     def __init__(self, kind: type[E], folders: Iterable[Path], environment: Environment) -> None:
         self.environment = environment
-        self.entries: list[E] = []
-        self.left_out: list[str] = []
-        for folder in folders:
-            entries, left_out = read_folder(kind, folder / slug(environment.gpu) / kind.FOLDER)
-            self.entries += entries
-            self.left_out += left_out
+        here = [folder / slug(environment.gpu) / kind.FOLDER for folder in folders]
+        self.entries, self.left_out = read_folders(kind, *here)
 
     def find(self, problem: object) -> E | None:
         """The entry whose problem and environment are equal in every field."""
@@ -98,11 +94,11 @@ def shipped() -> Path:
     return inside if inside.is_dir() else PACKAGE.parent / "configs" / "tuned"
 
 
-def read_folder(kind: type[E], folder: Path) -> tuple[list[E], list[str]]:
-    """All entries of the folder's JSON files, and what was left out."""
+def read_folders(kind: type[E], *folders: Path) -> tuple[list[E], list[str]]:
+    """All entries of the folders' JSON files, and what was left out."""
     entries: list[E] = []
     left_out: list[str] = []
-    for file in sorted(folder.glob("*.json")):
+    for file in (file for folder in folders for file in sorted(folder.glob("*.json"))):
         found, reasons = read_file(kind, file)
         entries += found
         left_out += [f"{file}{reason}" for reason in reasons]
