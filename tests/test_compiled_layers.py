@@ -230,8 +230,8 @@ def test_opcheck(rank):
     for layer in ("column", "row", "local"):
         needs = [True, True, layer != "row"]
         given = (layer, dy, x.detach(), w.detach(), name, 1, False, needs)
-        check(operators._backward, given)
-        check(operators._backward_into, (main_grad, *given))
+        for into in (None, main_grad):
+            check(operators._backward, (into, *given))
     check(operators.sum_over_group, (x.detach(), name))
     with mock.patch.object(norm, "INTERPRET", True):
         gain = torch.ones(K, device=DEVICE, requires_grad=True)

@@ -49,48 +49,26 @@ def _tokens(layer: str, given: Tensor, R: int, gathers: str, scatters: str) -> i
     return tokens * R if layer == gathers else tokens // R if layer == scatters else tokens
 
 
-@torch.library.custom_op("flux_megatron::linear_backward", mutates_args=())
+@torch.library.custom_op("flux_megatron::linear_backward", mutates_args=("main_grad",))
 def _backward(
-    layer: str, dy: Tensor, x: Tensor, w: Tensor, group: str, R: int, save_gathered: bool,
-    needs: Sequence[bool],
+    main_grad: Tensor | None, layer: str, dy: Tensor, x: Tensor, w: Tensor, group: str, R: int,
+    save_gathered: bool, needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dx, dw, db = _gradients(layer, dy, x, w, group, R, save_gathered, needs, plain_wgrad)
+    """dx, dw, db, each empty where it is not needed, or is added to main_grad."""
+    wgrad: Wgrad = plain_wgrad if main_grad is None else IntoMainGrad(main_grad)
+    rows = linear_passes.rows_of(x) if needs[1] else None
+    ranks = group_named(group) if group else None
+    options = linear_passes.Options(layer, ranks, wgrad, save_gathered)
+    shape = _shape_of_dx(layer, dy, w, R)
+    dx, dw, db = linear_passes.backward(dy, rows, w, shape, options, needs)
     return _or_empty(dx, dy), _or_empty(dw, dy), _or_empty(db, dy)
 
 
 @_backward.register_fake
-def _(layer, dy, x, w, group, R, save_gathered, needs):
-    shapes = (_shape_of_dx(layer, dy, w, R), w.shape, w.shape[:1])
-    return tuple(dy.new_empty(shape if n else 0) for shape, n in zip(shapes, needs, strict=True))
-
-
-@torch.library.custom_op("flux_megatron::linear_backward_into", mutates_args=("main_grad",))
-def _backward_into(
-    main_grad: Tensor, layer: str, dy: Tensor, x: Tensor, w: Tensor, group: str, R: int,
-    save_gathered: bool, needs: Sequence[bool],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same with the weight's gradient added to main_grad, for dx and db."""
-    into = IntoMainGrad(main_grad)
-    dx, _, db = _gradients(layer, dy, x, w, group, R, save_gathered, needs, into)
-    return _or_empty(dx, dy), _or_empty(db, dy)
-
-
-@_backward_into.register_fake
 def _(main_grad, layer, dy, x, w, group, R, save_gathered, needs):
-    needs_dx, _, needs_db = needs
-    dx = dy.new_empty(_shape_of_dx(layer, dy, w, R) if needs_dx else 0)
-    return dx, dy.new_empty(w.shape[0] if needs_db else 0)
-
-
-def _gradients(
-    layer: str, dy: Tensor, x: Tensor, w: Tensor, group: str, R: int, save_gathered: bool,
-    needs: Sequence[bool], wgrad: Wgrad,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """dx, dw, db, each None where it is not needed or is added elsewhere."""
-    rows = linear_passes.rows_of(x) if needs[1] else None
-    ranks = group_named(group) if group else None
-    options = linear_passes.Options(layer, ranks, wgrad, save_gathered)
-    return linear_passes.backward(dy, rows, w, _shape_of_dx(layer, dy, w, R), options, needs)
+    shapes = (_shape_of_dx(layer, dy, w, R), w.shape, w.shape[:1])
+    made = (needs[0], needs[1] and main_grad is None, needs[2])
+    return tuple(dy.new_empty(shape if one else 0) for shape, one in zip(shapes, made, strict=True))
 
 
 def _shape_of_dx(layer: str, dy: Tensor, w: Tensor, R: int) -> list[int]:
@@ -112,13 +90,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _layer_gradients(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     x, w = ctx.saved_tensors
     needs = [ctx.needs_input_grad[place] for place in (1, 2, 6)]
-    given = (ctx.layer, dy, x, w, ctx.group, ctx.R, ctx.save_gathered, needs)
-    if ctx.main_grad is None or not needs[1]:
-        made = _backward(*given)
-    else:
-        dx, db = _backward_into(ctx.main_grad, *given)
-        made, needs[1] = (dx, None, db), False
-    dx, dw, db = (one if need else None for one, need in zip(made, needs, strict=True))
+    main_grad = ctx.main_grad if needs[1] else None
+    made = _backward(
+        main_grad, ctx.layer, dy, x, w, ctx.group, ctx.R, ctx.save_gathered, needs
+    )  # fmt: skip
+    wanted = (needs[0], needs[1] and main_grad is None, needs[2])
+    dx, dw, db = (one if need else None for one, need in zip(made, wanted, strict=True))
     return None, dx, dw, None, None, None, db, None
 
 
