@@ -342,11 +342,10 @@ class _Made:
     def __init__(self, result: Tensor) -> None:
         self._result = result
 
-    def complete(self) -> Tensor:
-        return self._result
-
     def finish(self) -> Tensor:
         return self._result
+
+    complete = finish
 
     def close(self) -> None: ...
 

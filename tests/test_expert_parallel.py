@@ -17,10 +17,11 @@ from ranks import DEVICE, on_device, on_device_ranks
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron import errors, reference
+from flux_megatron import errors
 from flux_megatron.expert_parallel import call, ops, wgrad
 from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.expert_wgrad import expert_wgrad
+from flux_megatron.lab import reference
 from flux_megatron.problem import Plan, Tile
 
 SMALL = Tile(16, 16, 16, num_warps=4, num_stages=2)

@@ -16,7 +16,8 @@ from ranks import DEVICE, on_device
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron import errors, ops, reference, scaling
+from flux_megatron import errors, ops, scaling
+from flux_megatron.lab import reference
 from flux_megatron.overlap import registry, sequential
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 from flux_megatron.scaling import Scaling

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from cases import ON_HOPPER
 from closeness import assert_exact, assert_sums_exact, small_integers
-from races import agreed
+from races import agreed, measured
 from ranks import DEVICE, here, on_cpu_ranks, on_device, on_device_ranks
 
 import flux_megatron
-from flux_megatron import ops, reference
+from flux_megatron import ops
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.hopper_config import TILE
+from flux_megatron.lab import reference
 from flux_megatron.lab.bench import records, runner
 from flux_megatron.lab.bench.options import Options
 from flux_megatron.lab.perf.hardware import H200
@@ -162,10 +163,9 @@ def test_the_sums_are_on_their_way_between_start_and_finish(rank):
 @pytest.mark.parametrize("layout", ["nt", "nn"])  # "nn": a whole backward
 @on_device_ranks(2)
 def test_the_tuner_measures_it(rank, layout):
-    device = here()
     problem = Problem(Pattern.GEMM_AR, 64, 32, 64, "float32", 2, layout, device=DEVICE)
     plans = tuner.candidates(problem, ["fused", "pipelined", "low_latency"])
-    entry = agreed(tuner.measure(problem, plans, dist.group.WORLD, device))
+    entry = agreed(measured(problem, plans))
     assert not entry.failed
     assert {(one.plan.strategy, one.plan.splits) for one in entry.measured} == {
         ("sequential", 0), ("fused", 0), ("pipelined", 0), ("pipelined", 1), ("low_latency", 0),

@@ -62,7 +62,6 @@ TABLE = {
         "integration.arguments integration.bootstrap integration.cpu_pretrain",
         "jinja2 pydantic typer yaml",
     ),
-    "reference": room("errors patterns problem", "torch"),
     "wgrad": room("", "torch", lazily="fused_weight_gradient_mlp_cuda"),
     # its list of driver calls is compiled as Triton compiles its launchers
     "symm": room("errors problem scaling settings versions", "torch", lazily="cuda triton"),
@@ -118,6 +117,7 @@ BELOW = frozenset(TABLE)
 # The laboratory. It may import the product, and of the product only the command line may import it.
 LABORATORY = {
     LAB: room(),
+    "lab.reference": room("patterns", "torch"),
     "lab.train": room(
         "command_errors config_files errors option_values settings integration "
         "overlap.report symm.step",
@@ -135,7 +135,7 @@ LABORATORY = {
     "lab.perf": room("errors launch.memory launch.workload patterns problem"),
     "lab.simulate": room("errors launch option_values lab.perf", "typer", lazily="rich"),
     # beside other libraries
-    "lab.bench": Room(BELOW, ANY),
+    "lab.bench": Room(BELOW | {"lab.reference"}, ANY),
     "lab.measure": Room(BELOW | {"lab.bench", "lab.results"}, ANY),
 }
 TABLE |= LABORATORY

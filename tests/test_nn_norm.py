@@ -9,8 +9,9 @@ from ranks import DEVICE
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron import errors, ops, reference, settings
+from flux_megatron import errors, ops, settings
 from flux_megatron.kernels import norm as kernels
+from flux_megatron.lab import reference
 from flux_megatron.nn import norm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

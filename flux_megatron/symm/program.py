@@ -22,12 +22,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from flux_megatron.symm.channel import Channel, Region
+from flux_megatron.symm.buffer import Region
+from flux_megatron.symm.channel import Channel
 from flux_megatron.symm.enqueue import (
     BIAS,
     EPOCHS,
@@ -83,12 +85,9 @@ class Slot:
         """Some rows of a matrix."""
         first, last, _ = rows.indices(self.shape[0])
         columns = self.shape[1]
-        at = self.operand.plus(first * columns * self.dtype.itemsize)
-        return self._at(at, (last - first, columns))
-
-    def _at(self, operand: Operand, shape: tuple[int, ...]) -> Slot:
-        part = Slot(self.program, operand, shape, self.dtype)
-        part.whole = False
+        part = copy(self)
+        part.operand = self.operand.plus(first * columns * self.dtype.itemsize)
+        part.shape, part.whole = (last - first, columns), False
         return part
 
     def new_empty(self, *shape: int, dtype: torch.dtype | None = None) -> Slot:
@@ -107,11 +106,6 @@ class RegionSlot(Slot):
     """Part of this rank's region of a channel, by the channel's number."""
 
     channel = 0
-
-    def _at(self, operand: Operand, shape: tuple[int, ...]) -> RegionSlot:
-        part = RegionSlot(self.program, operand, shape, self.dtype)
-        part.channel = self.channel
-        return part
 
     def of(self, call: Any) -> Tensor:
         region: Region = call.calls[self.channel].region

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron.symm import signals
-from flux_megatron.symm.channel import Call, Channel, Region
+from flux_megatron.symm.buffer import Region
+from flux_megatron.symm.channel import Call, Channel
 from flux_megatron.symm.status import Status
 
 
@@ -39,8 +40,7 @@ class WordChannel(Channel):
         self.arrivals = torch.zeros(2, dtype=torch.int32, device=device)
         self._mine: Tensor | None = None  # the words that this rank awaits
         self._in_graphs = False  # whether a graph holds the addresses of these words
-        self._waiter = f"rank {self._rank} of group {group.group_name}"
-        self._name(self.arrivals, self._waiter, "the gathered rows of this rank".format)
+        self._name(self.arrivals, "the gathered rows of this rank".format)
 
     @property
     def held_by_graph(self) -> bool:
@@ -49,17 +49,14 @@ class WordChannel(Channel):
     def _counters(self) -> tuple[Tensor, ...]:
         return *super()._counters(), self.epochs, self.work, self.arrivals
 
-    def begin(self, captured: bool) -> Call:
-        """Open the next call. Its `epoch` is the kernel's to know; here it is 0, and the channel's
-        counts eager calls alone.
-        """
-        assert not self.open, "a channel has one open call"
-        self.open = True
-        self._in_graphs |= captured
-        self.epoch += not captured
-        return Call(0, self._status.words, self._regions[0], self)
+    def _begin_captured(self) -> tuple[int, Region]:
+        self.open = self._in_graphs = True
+        return 0, self._regions[0]
 
     def begin_eager(self) -> tuple[int, Region]:
+        """The call's epoch is the kernel's to know; here it is 0, and the channel's counts eager
+        calls alone.
+        """
         self.open = True
         self.epoch += 1
         return 0, self._regions[0]
@@ -81,5 +78,5 @@ class WordChannel(Channel):
         self._in_graphs = False
         super().grow(size_bytes)
         mine = self._regions[0].view(self._rank, (self.region_bytes,), torch.uint8)
-        self._name(mine, self._waiter, "words of rank {}".format)
+        self._name(mine, "words of rank {}".format)
         self._mine = mine

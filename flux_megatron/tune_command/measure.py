@@ -25,6 +25,7 @@ from flux_megatron.symm.workspace import workspace
 from flux_megatron.tune_command.rank_processes import rendezvous
 from flux_megatron.tuning import environment, plan_cache, tuner
 from flux_megatron.tuning.plan_entry import Entry
+from flux_megatron.tuning.trial import Trial
 
 Advance = Callable[[Problem, "Plan | None", int], None]
 
@@ -106,7 +107,7 @@ def _measured(
         advance(problem, plan, min(turns[0], 1))  # the one before is done
         turns[0] += 1
 
-    entry = tuner.measure(problem, plans, group, device, watch=watch)
+    entry = tuner.measure(Trial, problem, plans, group, device, watch=watch)
     advance(problem, None, len(plans) - max(turns[0] - 1, 0))
     return entry
 

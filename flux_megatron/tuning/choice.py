@@ -24,6 +24,7 @@ from flux_megatron.symm.workspace import Workspace, capturing
 from flux_megatron.tuning import plan_cache, tuner
 from flux_megatron.tuning.plan_entry import Entry
 from flux_megatron.tuning.plan_table import RANGES, PlanTable, problem_of, racers
+from flux_megatron.tuning.trial import Trial
 
 ROUNDS = 5  # of a race
 
@@ -143,7 +144,8 @@ def _measured(problem: Problem, plans: list[Plan], space: Workspace) -> Entry | 
         nonlocal timed
         timed = time.monotonic()
 
-    entry = tuner.measure(problem, plans, space.group, space.device, rounds=ROUNDS, all_ran=all_ran)
+    given = Trial, problem, plans, space.group, space.device
+    entry = tuner.measure(*given, rounds=ROUNDS, all_ran=all_ran)
     _spent_s += time.monotonic() - timed
     if entry is None:
         return None

@@ -15,7 +15,7 @@ from torch import Tensor
 from virtual_machine import Machine, PackageCopy
 from virtual_ranks import STREAMS, Schedule, Scheduler
 
-from flux_megatron import reference
+from flux_megatron.lab import reference
 from flux_megatron.scaling import Scaling, block_shapes
 
 

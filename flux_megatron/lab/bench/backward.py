@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron import reference
+from flux_megatron.lab import reference
 from flux_megatron.lab.bench.candidates import (
     Candidate,
     expected,
@@ -19,7 +19,7 @@ from flux_megatron.lab.bench.candidates import (
 )
 from flux_megatron.lab.bench.records import LIBRARY, OURS
 from flux_megatron.lab.bench.suites import Case
-from flux_megatron.nn import all_reduced, functions
+from flux_megatron.nn import functions
 from flux_megatron.overlap import registry
 from flux_megatron.patterns import COLUMN, ROW
 from flux_megatron.problem import Pattern, Problem
@@ -151,7 +151,7 @@ class AllReducedBackward(Backward):
         alike = torch.Generator(device).manual_seed(1)  # all ranks have the same tokens
         self.x = torch.randn(M, K, device=device, dtype=dtype, generator=alike).requires_grad_()
         self.dy = torch.randn(M, N, device=device, dtype=dtype)
-        self.y = all_reduced.local_linear(
+        self.y = functions.local_linear(
             self.x, self.w, None, wgrad=self._wgrad, allreduce_group=self.group
         )
 

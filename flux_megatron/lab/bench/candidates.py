@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron import reference, settings
+from flux_megatron import settings
 from flux_megatron.dispatch import decide
+from flux_megatron.lab import reference
 from flux_megatron.lab.bench.records import IN_A_GRAPH
 from flux_megatron.patterns import Pattern
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron import ops, reference
+from flux_megatron import ops
 from flux_megatron.kernels.hopper_config import wide_tile
+from flux_megatron.lab import reference
 from flux_megatron.lab.bench.candidates import (
     Call,
     Candidate,

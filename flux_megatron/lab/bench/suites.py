@@ -12,7 +12,7 @@ from flux_megatron.tune_command.widths import MODELS, Model
 PATTERNS = (*map(str, Pattern), "backward", "backward_ar", "gemm")
 BACKWARDS = ("backward", "backward_ar")
 WHOLE_TOKENS = ("gemm_ar", "backward_ar", "gemm")  # M is not divided over the ranks
-_ALONE = PatternSpec("GEMM", dual="")
+_ALONE = PatternSpec()
 # candidates of other libraries, by their names and patterns
 PEERS: dict[str, dict[str, tuple[str, ...]]] = {
     "async_tp": dict.fromkeys(("ag_gemm", "gemm_rs", "backward"), ("async_tp",)),

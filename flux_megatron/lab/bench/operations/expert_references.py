@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flux_megatron import reference
 from flux_megatron.expert_parallel import ops
+from flux_megatron.lab import reference
 from flux_megatron.lab.bench.table_run import Run
 from flux_megatron.problem import Plan
 from flux_megatron.symm.step import synchronize
