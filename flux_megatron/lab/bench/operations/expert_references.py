@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -136,7 +137,7 @@ class Verification:
     K: int
     experts: int
     rows: int
-    plan: Plan | None = None
+    plan: Plan
 
     def __post_init__(self) -> None:
         run, N, K, rows = self.run, self.N, self.K, self.rows
@@ -185,29 +186,17 @@ class Verification:
         }  # fmt: skip
         return {name: every[self.run.group.rank()] for name, every in all_ranks.items()}
 
-    def wrong(self, made: dict[str, Tensor]) -> str:
-        """What is wrong of the results of any rank, "" if nothing. Collective."""
-        found = []
+    def compare(self, made: dict[str, Tensor]) -> None:
+        """`ArithmeticError` where results of this rank are wrong. Collective."""
         for name, right in self.expected().items():
-            given, right = (one.flatten(0, -2) for one in (made[name], right))
-            rows = (given != right.to(given.dtype)).any(1).nonzero().flatten().tolist()
-            if rows:
-                values = [one[rows[0]][:8].tolist() for one in (given, right)]
-                found.append(
-                    f"elements of {name} are wrong on rank {self.run.group.rank()}: "
-                    f"{len(rows)} of {len(given)} rows, {rows[:12]}; the first begins with "
-                    f"{values[0]}, {values[1]} expected; counts {self.counts.tolist()}"
-                )
-        every: list = [None] * self.run.group.size()
-        dist.all_gather_object(every, "\n".join(found), group=self.run.group)
-        return "\n".join(text for text in every if text)
+            if wrong := int((made[name] != right.to(made[name].dtype)).sum()):
+                counts = self.counts.tolist()
+                raise ArithmeticError(f"{wrong} elements of {name} are wrong; counts {counts}")
 
 
-def verify(
-    run: Run, N: int, K: int, experts: int, most: int, calls: int, plan: Plan | None = None
-) -> None:
-    """`AssertionError` unless calls with counts of their own are exact, captured ones too where the
-    strategy does not ask the host for counts.
+def verify(run: Run, N: int, K: int, experts: int, most: int, calls: int, plan: Plan) -> None:
+    """`ArithmeticError`, on every rank, unless calls with counts of their own are exact, captured
+    ones too where the strategy does not ask the host for counts.
 
     All calls are made on the stream that is captured: where a gradient of x or w is summed autograd
     keeps the stream of the call that it saw first, and waits for the default one break a capture.
@@ -215,10 +204,9 @@ def verify(
     stream = torch.cuda.Stream(run.device) if run.device.type == "cuda" else None
     with torch.cuda.stream(stream):
         given, graph = Verification(run, N, K, experts, most, plan), None
-        captures = stream is not None and (plan is None or plan.strategy not in ASK_HOST)
         for call in range(calls):
             given.fill(call)
-            if call == 3 and captures:
+            if call == 3 and stream is not None and plan.strategy not in ASK_HOST:
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 # backward runs in threads of autograd
@@ -229,7 +217,8 @@ def verify(
                 graph.replay()
             made = replayed if replays else given.step()
             synchronize()
-            wrong = given.wrong(made)
-            assert not wrong, f"call {call}, {'replayed' if replays else 'eager'}: {wrong}"
+            if said := run.failure(partial(given.compare, made)):
+                title = f"{plan.strategy}, {experts} experts of {N} x {K}, call {call}"
+                raise ArithmeticError(f"{title}{', replayed' if replays else ''}: {said[:4000]}")
     if stream is not None:
         torch.cuda.synchronize(run.device)

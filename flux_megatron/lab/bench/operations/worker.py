@@ -39,7 +39,7 @@ def main(options: OperationOptions) -> None:
 
 
 def measure(run, options: OperationOptions) -> None:
-    """Verify and measure each operation. `ArithmeticError`, on every rank, for a wrong result."""
+    """Measure the cases. `ArithmeticError`, on every rank, for a wrong result."""
     import torch
 
     from flux_megatron.symm.workspace import release
@@ -51,11 +51,12 @@ def measure(run, options: OperationOptions) -> None:
         known = "; ".join(str(case) for module in modules for case in module.cases(run))
         raise BadInput(f"--only {options.only!r} given, a part of one of these expected: {known}")
     for name, module, some in zip(options.names, modules, cases, strict=True):
-        if said := module.verify(run):
-            raise ArithmeticError(f"{name}: {said}")
         for case in some:
             if run.time_left():
-                module.measure(run, case, options.rounds)
+                try:
+                    module.measure(run, case, options.rounds)
+                except ArithmeticError as error:
+                    raise ArithmeticError(f"{name}, {case}: {error}") from None
                 release(graphs_dropped=True)  # symmetric memory of the next size
                 if run.device.type == "cuda":
                     torch.cuda.empty_cache()
