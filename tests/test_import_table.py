@@ -132,8 +132,10 @@ LABORATORY = {
     "lab.results": room(
         "errors launch option_values lab.perf", "scipy typer", lazily="matplotlib rich"
     ),
-    "lab.perf": room("errors launch.memory launch.workload patterns problem"),
-    "lab.simulate": room("errors launch option_values lab.perf", "typer", lazily="rich"),
+    "lab.perf": room("errors launch.memory launch.workload patterns problem", "pydantic"),
+    "lab.simulate": room(
+        "config_files errors launch option_values lab.perf", "typer", lazily="rich"
+    ),
     # beside other libraries
     "lab.bench": Room(BELOW, ANY),
     "lab.measure": Room(BELOW | {"lab.bench", "lab.results"}, ANY),

@@ -18,11 +18,10 @@ Steps = dict[Arm, Step]
 
 @dataclass(frozen=True)
 class Alternative:
-    """The arms with one other value; without steps where the experiment's rules refuse it."""
+    """The arms with other values, by dotted keys; without steps where the rules refuse them."""
 
-    key: str
-    value: Any
-    steps: Steps
+    values: dict[str, Any]
+    steps: Mapping[Any, Any]  # what is predicted, by arm
     refused: str = ""
 
 
@@ -42,7 +41,7 @@ class Predictions:
     def baseline(self) -> Arm:
         return "megatron" if "megatron" in self.steps else next(iter(self.steps))
 
-    def speedups(self, arm: Arm, of: Steps | None = None) -> float:
+    def speedups(self, arm: Arm, of: Mapping[Arm, Step] | None = None) -> float:
         of = of or self.steps
         return of[self.baseline].step_us / of[arm].step_us
 
@@ -76,7 +75,7 @@ def predict(
         workloads=workloads,
         steps=_steps(workloads),
         alternatives=[
-            _alternative(name, {**overrides, key: value}, key, chosen)
+            _alternative(name, overrides, {key: value}, chosen)
             for key, values in (experiment.sweep if alternatives else {}).items()
             for value in values
             if not _is_current(workloads, key, value)
@@ -93,13 +92,14 @@ def _steps(workloads: Mapping[Arm, Workload]) -> Steps:
     return {arm: steps.predict(workload) for arm, workload in workloads.items()}
 
 
-def _alternative(name: str, overrides: Mapping[str, Any], key: str, arms: list[str]) -> Alternative:
-    value = overrides[key]
+def _alternative(
+    name: str, overrides: Mapping[str, Any], values: dict[str, Any], arms: list[str]
+) -> Alternative:
     try:
-        workloads = _workloads(experiments.load(name, overrides), arms)
+        workloads = _workloads(experiments.load(name, {**overrides, **values}), arms)
     except ExperimentError as error:
-        return Alternative(key, value, {}, error.rules[0][1])
-    return Alternative(key, value, _steps(workloads))
+        return Alternative(values, {}, error.rules[0][1])
+    return Alternative(values, _steps(workloads))
 
 
 def _is_current(workloads: Mapping[Arm, Workload], key: str, value: Any) -> bool:
