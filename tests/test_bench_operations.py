@@ -10,12 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
+from bench_run import run_here
 from ranks import DEVICE, on_cpu_ranks, run_ranks
 
 from flux_megatron.embedding import operation
 from flux_megatron.expert_parallel import call, fused, ops
-from flux_megatron.lab.bench import provenance
 from flux_megatron.lab.bench.operations import (
     embedding_all_to_all,
     expert_all_to_all,
@@ -24,25 +23,18 @@ from flux_megatron.lab.bench.operations import (
 )
 from flux_megatron.lab.bench.operations.expert_all_to_all import SMALL, Work
 from flux_megatron.lab.bench.options import OperationOptions
-from flux_megatron.lab.bench.table_run import Run
 
 # with a GPU the kernels are compiled in this process, and do not take tensors of the CPU
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="needs interpreted kernels")
 
 
-def _run(out: Path | None = None) -> Run:
-    device, group = torch.device("cpu"), dist.group.WORLD
-    about = provenance.describe(device, group.size(), torch.float32, 1, False, "none")
-    return Run(group, device, about, out)
-
-
 def measured(rank: int, names: tuple[str, ...], out: Path) -> None:
-    options = OperationOptions(names, str(out), only="", rounds=2, device="cpu")
+    options = OperationOptions(names, out=str(out), rounds=2, device="cpu")
     with (
         mock.patch.object(gemv_all_reduce, "CALLS", 1),
         mock.patch.dict(gemv_all_reduce.SIZES, {"one": (2048, 4096)}, clear=True),
     ):
-        worker.measure(_run(out), options)
+        worker.measure(run_here(out), options)
 
 
 def rows_of(out: Path) -> list[dict]:
@@ -114,13 +106,8 @@ def test_a_wrong_embedding_has_no_times(tmp_path):
     assert not (tmp_path / "rows.jsonl").exists()
 
 
-def test_options_survive_the_way_to_the_ranks():
-    given = OperationOptions(("gemv_all_reduce",), "rows.jsonl", "proj", time_limit_s=3.0)
-    assert OperationOptions.loads(given.dumps()) == given
-
-
 def _of_experts(rank: int, rows: list) -> list[dict]:
-    run = _run()
+    run = run_here()
     run.row = lambda table, **values: rows.append({"table": table, **values})
     expert_all_to_all.measure(run, replace(SMALL[0], tokens=8), 2)
     return rows
@@ -146,7 +133,7 @@ def test_rows_of_all_candidates():
 @on_cpu_ranks(2)
 def test_the_baseline_computes_the_same(rank):
     """The baseline computes what is timed beside it, backward too."""
-    run = _run()
+    run = run_here()
     work = Work(replace(SMALL[0], tokens=8), run)
     known, plan = work.known, work.plans["fused"]
     x, w, z, v = (one.requires_grad_() for one in (work.x, work.w, work.z, work.v))
@@ -173,7 +160,7 @@ def test_a_wrong_gradient_is_not_of_experts(rank):
     made = ops.weight_gradient
     ops.weight_gradient = lambda *rows: made(*rows) + 1
     with pytest.raises(ArithmeticError, match="elements of dw are wrong"):
-        expert_all_to_all.measure(_run(), SMALL[0], 1)
+        expert_all_to_all.measure(run_here(), SMALL[0], 1)
 
 
 @on_cpu_ranks(2)
@@ -182,9 +169,9 @@ def test_a_wrong_result_is_not_of_experts(rank, tmp_path):
     out = tmp_path / "rows.jsonl"
     made = fused.a2a_gemm_kernels.a2a_gemm
     fused.a2a_gemm_kernels.a2a_gemm = lambda *operands, **more: made(*operands, **more) + rank
-    options = OperationOptions(("expert_all_to_all",), str(out), device="cpu")
+    options = OperationOptions(("expert_all_to_all",), out=str(out), device="cpu")
     with pytest.raises(ArithmeticError) as error:
-        worker.measure(_run(out), options)
+        worker.measure(run_here(out), options)
     case = f"expert_all_to_all, {SMALL[0]}: fused, 2 experts of 24 x 16, call 0: "
     assert str(error.value).startswith(case)
     of_rank_1 = str(error.value).partition("rank 1: ")[2]
@@ -201,4 +188,4 @@ def test_every_strategy_is_verified(rank, wrong):
         mock.patch.object(strategy, "gemm_a2a", lambda *given: right(*given) + 1),
         pytest.raises(ArithmeticError, match=f"{wrong}, .*elements of y are wrong"),
     ):
-        expert_all_to_all.measure(_run(), SMALL[0], 1)
+        expert_all_to_all.measure(run_here(), SMALL[0], 1)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
+import math
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from bench_run import run_here
 from races import agreed
 from ranks import DEVICE, on_cpu_ranks, run_ranks
 
@@ -107,10 +112,12 @@ def test_a_strategy_of_backward_is_the_one_that_runs(rank):
         assert {strategy for _, strategy in report().calls} == {name}
 
 
-def _run(rank, options):
-    shown = []
-    runner.run(options, dist.group.WORLD, CPU, lambda case, rows: shown.append(case))
-    return shown
+def _run(rank, options, seconds=math.inf):
+    """What is printed."""
+    run = replace(run_here(scale=options.scale), end_s=time.monotonic() + seconds)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runner.measure_all(options, run)
+    return printed.getvalue()
 
 
 def options(file, **changed):
@@ -126,7 +133,8 @@ def measured(tmp_path_factory):
     """Rows of a tiny run of everything."""
     file = tmp_path_factory.mktemp("bench") / "rows.jsonl"
     shown, silent = run_ranks(_run, 2, options(file))
-    assert shown == options(file).cases()
+    cases = options(file).cases()
+    assert [shown.index(f"{n} of {len(cases)}: {case}: gemm ") for n, case in enumerate(cases, 1)]
     assert not silent
     return file
 
@@ -179,7 +187,9 @@ def test_a_case_beside_others_too(tmp_path, monkeypatch):
     monkeypatch.setenv("FLUX_MEGATRON_CACHE", str(tmp_path))
     asked = options(file, patterns=("ag_gemm",), candidates=("auto", "pipelined"), beside=True)
     shown, _ = run_ranks(_run, 2, asked)
-    assert shown == [case for case in asked.cases() for _ in range(2)]
+    heads = [line.partition(": gemm ")[0] for line in shown.splitlines() if " of 4: " in line]
+    cases = [f"{number} of 4: {case}" for number, case in enumerate(asked.cases(), start=1)]
+    assert heads == [case + beside for case in cases for beside in ("", ", beside")]
     rows = records.load(file)
     alone, beside = ({}, {})
     for row in rows:
@@ -203,7 +213,7 @@ def test_a_case_beside_others_too(tmp_path, monkeypatch):
 @interpreted
 def test_no_case_is_started_when_the_time_is_up(tmp_path):
     file = tmp_path / "rows.jsonl"
-    assert run_ranks(_run, 2, options(file, time_limit_s=0)) == [[], []]
+    assert run_ranks(_run, 2, options(file), -1) == ["", ""]
     assert not file.exists()
 
 

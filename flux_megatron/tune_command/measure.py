@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -52,14 +53,14 @@ def tune(problems: Sequence[Problem], again: bool, out: Path | None, name: str) 
         dist.destroy_process_group()
 
 
-def join(device_type: str) -> torch.device:
-    """Become a rank of torchrun's job; the device of this rank."""
+def join(device_type: str, limit: timedelta | None = None) -> torch.device:
+    """Become a rank of torchrun's job; the device of this rank. `limit` is that of collectives."""
     if device_type == "cpu":
-        dist.init_process_group("gloo", **rendezvous())
+        dist.init_process_group("gloo", timeout=limit, **rendezvous())
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device, **rendezvous())
+    dist.init_process_group("nccl", timeout=limit, device_id=device, **rendezvous())
     return device
 
 

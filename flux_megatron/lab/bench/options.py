@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from flux_megatron import machine, option_values, settings
 from flux_megatron.errors import BadInput
@@ -12,7 +11,6 @@ from flux_megatron.lab.bench import suites
 from flux_megatron.lab.bench.suites import Case
 from flux_megatron.tune_command.widths import CPU_SCALE
 
-Own = TypeVar("Own", bound="RankOptions")
 # in every race: E is the same whoever else takes part
 BASELINES = ("gemm", "gemm_again", "ours_gemm", "serial", "serial_again", "megatron")
 COMPETITORS = (n for of in suites.PEERS.values() for names in of.values() for n in names)
@@ -36,25 +34,22 @@ TRACED = {"cuda": (4096, 49152, 12288), "cpu": (64, 128, 64)}
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
-    """Of every measurement; as JSON on the way to the ranks, where lists become tuples again."""
+    """Of every measurement. After `time_limit_s` no further case is started; `scale` divides the
+    model's widths.
+    """
 
+    out: str
     tp: int = 2
     device: str = "cuda"
     nvls: bool = False
-
-    def dumps(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def loads(cls: type[Own], text: str) -> Own:
-        values: dict[str, Any] = json.loads(text)
-        values |= {name: tuple(value) for name, value in values.items() if type(value) is list}
-        return cls(**values)
+    commit: str = ""
+    time_limit_s: float | None = None
+    scale: int = 1
 
 
 @dataclass(frozen=True)
 class Options(RankOptions):
-    """What to measure and how. `candidates` () means all; `scale` divides the model's widths.
+    """What to measure and how. `candidates` () means all.
 
     `beside` measures every case twice: alone, and beside all-reduces of another communicator.
     `graphs` lets every candidate that communicates run once more, replayed from a CUDA graph.
@@ -63,12 +58,8 @@ class Options(RankOptions):
     suites: tuple[str, ...]
     patterns: tuple[str, ...]
     Ms: tuple[int, ...]
-    out: str
     candidates: tuple[str, ...] = ()
     rounds: int = 12
-    scale: int = 1
-    time_limit_s: float | None = None
-    commit: str = ""
     beside: bool = False
     graphs: bool = False
 
@@ -117,17 +108,11 @@ def parsed(
 
 @dataclass(frozen=True)
 class OperationOptions(RankOptions):
-    """What to measure: `names` of OPERATIONS, and of those the cases whose text has `only`.
-
-    After `time_limit_s` no further case is started; soon afterwards the process ends.
-    """
+    """What to measure: `names` of OPERATIONS, and of those the cases whose text has `only`."""
 
     names: tuple[str, ...]
-    out: str
     only: str = ""
     rounds: int = 12
-    time_limit_s: float | None = None
-    commit: str = ""
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.names if name not in OPERATIONS]:
@@ -138,7 +123,6 @@ class OperationOptions(RankOptions):
 class TraceOptions(RankOptions):
     """One layer y[M, N] = x[M, K] w[N, K]^T on `tp` ranks, traced into the folder `out`."""
 
-    out: str
     layer: str
     M: int
     N: int
@@ -160,7 +144,7 @@ class TraceOptions(RankOptions):
             machine.check_interpreted([(self.M, *local)], "smaller --M, --N, --K or none of them")
 
 
-def traced(layer: str, device: str, M: int | None, N: int | None, K: int | None) -> dict[str, int]:
+def traced(layer: str, device: str, M: int | None, N: int | None, K: int | None) -> dict[str, Any]:
     """What was given, and defaults for the rest."""
     default_M, wide, narrow = TRACED.get(device, TRACED["cuda"])
     default_N, default_K = (wide, narrow) if layer == "column" else (narrow, wide)

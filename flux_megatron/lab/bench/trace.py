@@ -1,6 +1,4 @@
-"""A rank of a traced run: `python -m flux_megatron.lab.bench.trace OPTIONS`, by us or by torchrun.
-
-OPTIONS is `TraceOptions` as JSON. Each rank writes the trace of torch's profiler; rank 0 prints how
+"""One rank of `flux-megatron trace`: it writes the trace of torch's profiler, and rank 0 prints how
 much of the communication was hidden.
 """
 
@@ -25,7 +23,6 @@ from flux_megatron.lab.bench.worker import joined
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.overlap.phase import PREFIX
 from flux_megatron.symm import objects, workspace
-from flux_megatron.tune_command.rank_processes import as_rank
 from flux_megatron.tuning.timing import AFTER_ALIGNMENT
 from flux_megatron.wgrad import accumulate_wgrad_by_torch
 
@@ -83,13 +80,14 @@ def main(options: TraceOptions) -> None:
     """Trace as rank RANK of WORLD_SIZE (torchrun's variables)."""
     os.environ["FLUX_MEGATRON_STRATEGY"] = options.strategy
     settings.reload()
-    with joined(options) as (group, device):
-        if group.rank() == 0:
+    with joined(options) as run:
+        if run.first:
             print(f"{2 * WARMUP} steps to warm up, one to record", file=sys.stderr, flush=True)
-        profiler = _traced(step_of(options, group, device), group, device)
-        profiler.export_chrome_trace(f"{options.out}/trace_rank-{group.rank()}.json")
-        summaries = objects.all_gather(summarize(profiler.events()), group)
-        if group.rank() == 0:
+        step = step_of(options, run.group, run.device)
+        profiler = _traced(step, run.group, run.device)
+        profiler.export_chrome_trace(f"{options.out}/trace_rank-{run.group.rank()}.json")
+        summaries = objects.all_gather(summarize(profiler.events()), run.group)
+        if run.first:
             _print(options, summaries)
 
 
@@ -172,7 +170,3 @@ def _print(options: TraceOptions, summaries: Sequence[Summary]) -> None:
             f"communication {of.communication:.1f}, hidden {share}"
         )
     print(f"{options.out}: trace_rank-*.json, for https://ui.perfetto.dev")
-
-
-if __name__ == "__main__":
-    as_rank(main, TraceOptions.loads(sys.argv[1]), "trace")

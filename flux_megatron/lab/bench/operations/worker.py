@@ -1,44 +1,27 @@
-"""One rank: `python -m flux_megatron.lab.bench.operations.worker OPTIONS`, by `launch` or torchrun.
-
-OPTIONS is `OperationOptions` as JSON.
-"""
+"""One rank of `flux-megatron bench operations`."""
 
 from __future__ import annotations
 
 import faulthandler
-import math
-import sys
-import time
 from importlib import import_module
-from pathlib import Path
 
 from flux_megatron.errors import BadInput
 from flux_megatron.lab.bench.options import OperationOptions
+from flux_megatron.lab.bench.table_run import Run
 from flux_megatron.lab.bench.worker import joined
-from flux_megatron.tune_command.rank_processes import as_rank
 
 GRACE_S = 15
 
 
 def main(options: OperationOptions) -> None:
     """Measure as rank RANK of WORLD_SIZE (torchrun's variables)."""
-    import torch
-
-    from flux_megatron.lab.bench import provenance
-    from flux_megatron.lab.bench.table_run import Run
-
-    limit_s = math.inf if options.time_limit_s is None else options.time_limit_s
     if options.time_limit_s is not None:
-        faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True)
-    with joined(options) as (group, device):
-        about = provenance.describe(
-            device, group.size(), torch.bfloat16, 1, options.nvls, options.commit
-        )
-        end_s = time.monotonic() + limit_s
-        measure(Run(group, device, about, Path(options.out), end_s), options)
+        faulthandler.dump_traceback_later(options.time_limit_s + GRACE_S, exit=True)
+    with joined(options) as run:
+        measure(run, options)
 
 
-def measure(run, options: OperationOptions) -> None:
+def measure(run: Run, options: OperationOptions) -> None:
     """Measure the cases. `ArithmeticError`, on every rank, for a wrong result."""
     import torch
 
@@ -60,7 +43,3 @@ def measure(run, options: OperationOptions) -> None:
                 release(graphs_dropped=True)  # symmetric memory of the next size
                 if run.device.type == "cuda":
                     torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    as_rank(main, OperationOptions.loads(sys.argv[1]), "bench operations")
