@@ -182,6 +182,22 @@ def test_chosen_candidates_and_their_baselines(tmp_path):
 
 
 @interpreted
+def test_every_plan_of_a_shape(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    patterns = ("ag_gemm", "gemm_rs", "gemm_ar")
+    shapes = tuple(f"{pattern} 4x6x8" for pattern in patterns)
+    run_ranks(_run, 2, options(file, shapes=shapes, all_plans=True, candidates=("auto",)))
+    rows = records.load(file)
+    cases = [(row.pattern, row.M, row.N_local, row.K_local) for row in rows]
+    assert [*dict.fromkeys(cases)] == [(pattern, 4, 6, 8) for pattern in patterns]
+    for pattern in patterns:
+        plans = [row for row in rows if row.pattern == pattern and " " in row.candidate]
+        strategies = {row.plan["strategy"] for row in plans}
+        assert strategies >= {"fused", "low_latency"}
+        assert all(row.status == records.OK and row.efficiency is not None for row in plans)
+
+
+@interpreted
 def test_a_case_beside_others_too(tmp_path, monkeypatch):
     file = tmp_path / "rows.jsonl"
     monkeypatch.setenv("FLUX_MEGATRON_CACHE", str(tmp_path))

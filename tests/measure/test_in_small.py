@@ -23,7 +23,6 @@ from flux_megatron.lab.measure import (
     dynamic_rows,
     fp8_operations,
     gpu_run,
-    held_out,
     iterations,
 )
 
@@ -60,30 +59,6 @@ def test_all_cases_are_measured_and_a_wrong_one_is_the_exit_code(rank, right, co
     with mock.patch("os._exit", sys.exit), pytest.raises(SystemExit) as end:
         gpu_run.measure_each(run_here(), right, lambda case: seen.append(case) or case)
     assert (tuple(seen), end.value.code) == (right, code)
-
-
-def race_of_plans(rank: int, out: Path) -> None:
-    for beside, case in zip((False, True), held_out.SMALL.split(","), strict=True):
-        assert held_out.measure(run_here(out), case, 2, beside)
-
-
-def test_every_strategy_has_a_row(tmp_path):
-    run_ranks(race_of_plans, 2, tmp_path / "rows")
-    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
-    plans = [row["plan"] for row in rows if row["plan"].startswith("{")]
-    strategies = {json.loads(plan)["strategy"] for plan in plans}
-    assert {"sequential", "fused", "low_latency", "pipelined", "signalled"} <= strategies
-    assert {"auto", "gemm", "serial"} <= {row["plan"] for row in rows}
-    assert all(len(row["times_us"]) == 2 and min(row["times_us"]) > 0 for row in rows)
-
-
-@pytest.mark.parametrize("case", held_out.SMALL.split(","))
-@on_cpu_ranks(2)
-def test_a_wrong_plan_is_not_timed(rank, case):
-    right = held_out.Layer.call
-    if rank == 1:  # on one rank, and all stop
-        held_out.Layer.call = lambda self, plan: right(self, plan) + 1
-    assert held_out.measure(run_here(), case, 1, False) is False
 
 
 def fp8_calls(rank: int, out: Path) -> None:

@@ -34,6 +34,12 @@ def bench(
     M: Annotated[
         str | None, typer.Option("--M", help="Rows; default 64 to 8192, on the CPU 64")
     ] = None,
+    shapes: Annotated[
+        str, typer.Option(help="Instead: one rank's GEMMs, as 'gemm_rs 1536x8192x2048'")
+    ] = "",
+    all_plans: Annotated[
+        bool, typer.Option("--all-plans", help="Also every plan that tune measures")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder of rows.jsonl, appended to")] = Path("bench"),
     candidates: Annotated[str, typer.Option(help="Only these and the baselines")] = "",
     rounds: Annotated[
@@ -69,7 +75,7 @@ def bench(
     options = bench_options.parsed(
         suite=suite, pattern=pattern, M=M, rounds=rounds, scale=scale, tp=tp, device=device,
         candidates=candidates, out=str(out / "rows.jsonl"), time_limit_s=time_limit, nvls=nvls,
-        commit=commit, beside=beside, graphs=graphs,
+        commit=commit, beside=beside, graphs=graphs, shapes=shapes, all_plans=all_plans,
     )  # fmt: skip
     kept = f"{options.out} has the rows of what is done; --suite, --pattern and --M choose the rest"
     launch.start(options, out, kept, "bench", "worker")

@@ -53,6 +53,7 @@ class Options(RankOptions):
 
     `beside` measures every case twice: alone, and beside all-reduces of another communicator.
     `graphs` lets every candidate that communicates run once more, replayed from a CUDA graph.
+    `shapes` replace suites, patterns and Ms; `all_plans` adds those that `tune` measures.
     """
 
     suites: tuple[str, ...]
@@ -62,6 +63,8 @@ class Options(RankOptions):
     rounds: int = 12
     beside: bool = False
     graphs: bool = False
+    shapes: tuple[str, ...] = ()
+    all_plans: bool = False
 
     @property
     def conditions(self) -> tuple[bool, ...]:
@@ -70,6 +73,8 @@ class Options(RankOptions):
 
     def cases(self) -> list[Case]:
         """All cases, by suite and M: some competitors are prepared for both together."""
+        if self.shapes:
+            return [suites.of_shape(text, self.tp) for text in self.shapes]
         return [
             case
             for suite in self.suites
@@ -81,7 +86,7 @@ class Options(RankOptions):
 
 def parsed(
     *, suite: str | None, pattern: str | None, M: str | None, rounds: int | None,
-    scale: int | None, tp: int | None, device: str, candidates: str, **others: Any,
+    scale: int | None, tp: int | None, device: str, candidates: str, shapes: str, **others: Any,
 ) -> Options:  # fmt: skip
     """The options of the command line, None for what was not given there. `BadInput` for what
     this machine cannot measure.
@@ -95,7 +100,8 @@ def parsed(
         option_values.numbers("--M", chosen["M"]),
         candidates=option_values.names("--candidates", candidates, KNOWN) if candidates else (),
         rounds=chosen["rounds"], scale=chosen["scale"], device=device,
-        tp=machine.ranks(device, tp, TRIAL), **others,
+        tp=machine.ranks(device, tp, TRIAL), shapes=tuple(shapes.split(",")) if shapes else (),
+        **others,
     )  # fmt: skip
     cases = options.cases()
     if not cases:
