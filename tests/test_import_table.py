@@ -53,7 +53,7 @@ TABLE = {
     "patterns": room(),
     "problem": room("patterns"),
     "scaling": room(packages="torch"),  # FP8's scales go from a call's checks down to the kernels
-    "config_files": room(packages="yaml"),
+    "config_files": room("errors", "yaml"),
     "option_values": room("errors"),  # what any command may be given
     "machine": room("errors"),  # the GPUs of this machine, counted without torch
     # `python -m flux_megatron.launch` becomes a rank of a training run: see AT_IMPORT
@@ -120,12 +120,12 @@ LABORATORY = {
     LAB: room(),
     "lab.train": room(
         "command_errors config_files errors option_values settings integration "
-        "overlap.report symm.step",
+        "launch.schema overlap.report symm.step",
         "torch megatron matplotlib numpy pydantic typer",
     ),
     # decodes what `train` has trained, in ranks that `train` starts
     "lab.generate": room(
-        "command_errors errors option_values overlap.report symm.step lab.train",
+        "command_errors errors launch.schema option_values overlap.report symm.step lab.train",
         "torch megatron pydantic typer",
     ),
     # what runs have logged, and what they were to be: read and predicted where they are submitted

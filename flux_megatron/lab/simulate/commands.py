@@ -95,7 +95,8 @@ def _what(
     name: str | None, of_options: given.Given, texts: list[str]
 ) -> tuple[str, dict[str, Any]]:
     """The file and the values for it. `ValueError` unless one of the two is given."""
-    from flux_megatron.launch.experiment import parse_override
+    from flux_megatron import config_files
+    from flux_megatron.launch.experiment import EXAMPLE
 
     if name and of_options:
         raise ValueError(
@@ -104,7 +105,7 @@ def _what(
     if not name and not of_options:
         raise ValueError("an experiment, or --gpu H100 --tp 8 --hidden 8192 expected")
     overrides = {} if name else given.values(of_options)
-    return name or given.NAME, overrides | dict(map(parse_override, texts))
+    return name or given.NAME, overrides | config_files.overrides(texts, EXAMPLE)
 
 
 def _print(items: Iterable[str | Table]) -> None:

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from flux_megatron.config_files import flat
+from flux_megatron.config_files import flat, merge
 from flux_megatron.lab.perf import dlrm_step
 from flux_megatron.lab.perf.dlrm import Study, broken
 from flux_megatron.lab.perf.dlrm_step import ARMS, Arm, Prediction
 from flux_megatron.lab.simulate.predictions import Alternative
 from flux_megatron.launch import experiment, schema
 from flux_megatron.launch.errors import ExperimentError, Rule
-from flux_megatron.launch.inheritance import Merged, Tree, merge
+from flux_megatron.launch.inheritance import Merged, Tree
 
 # What the range is of: all combinations of their values in `sweep`.
 JOINT = (

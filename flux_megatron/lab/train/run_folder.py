@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from flux_megatron import config_files, option_values
 from flux_megatron.errors import BadInput
-from flux_megatron.lab.train.config import MAY_CHANGE, TrainConfig, described
+from flux_megatron.lab.train.config import MAY_CHANGE, TrainConfig
+from flux_megatron.launch import schema
 
 CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
 OF_A_START = {CONFIG, "data", "logs"}  # what a run leaves that has done no step
@@ -42,7 +43,7 @@ def recorded(out: Path, option: str) -> TrainConfig:
             f"{option} {out} given, the folder of a run expected ({CONFIG}: {error.strerror})"
         ) from None
     except ValidationError as error:
-        raise BadInput(f"{out / CONFIG} cannot be read: {described(error)}") from None
+        raise BadInput(f"{out / CONFIG} cannot be read: {schema.said(error)}") from None
 
 
 def latest(out: Path) -> Path | None:
