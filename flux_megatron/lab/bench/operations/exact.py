@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from flux_megatron.lab.bench.candidates import replayed
 from flux_megatron.lab.bench.table_run import Run
+from flux_megatron.symm.step import synchronize
 
 CALLS = {"cuda": 12, "cpu": 3}  # that are compared, each with operands of its own
 LATE = 2_000_000  # cycles, about a millisecond
@@ -38,20 +40,30 @@ def and_in_graphs(run: Run, calls: Mapping[str, Call]) -> dict[str, Call]:
     return {**calls, **graphs}
 
 
+def _compare(call: Call, right: dict[str, Tensor]) -> None:
+    found = _results(call())
+    synchronize()  # a wait that ran out of time is its error
+    for name, made in found.items():
+        its = right[name]
+        if wrong := int((made[: len(its)] != its).sum()):
+            raise ArithmeticError(f"{wrong} of {its.numel()} elements of {name} are wrong")
+
+
+def _results(made: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"y": made} if isinstance(made, Tensor) else made
+
+
 def verify(run: Run, renew: Call, ours: Mapping[str, Call], baseline: Call) -> None:
-    """`ArithmeticError`, on every rank, unless each of `ours` gives what `baseline` gives. `renew`
-    draws the operands of the next calls. On GPUs one rank after the other is late. Collective.
+    """`ArithmeticError`, on every rank, unless each of `ours` gives what `baseline` gives: one
+    result, or several by name; where ours has more rows the first ones count. `renew` draws the
+    operands of the next calls. On GPUs one rank after the other is late. Collective.
     """
     for number in range(CALLS[run.device.type]):
         renew()
-        right = baseline()
+        right = _results(baseline())
         for name, call in ours.items():
             if run.device.type == "cuda" and number % run.group.size() == run.group.rank():
                 torch.cuda._sleep(LATE)
 
-            def compare(call: Call = call, right: Tensor = right) -> None:
-                if wrong := int((call() != right).sum()):
-                    raise ArithmeticError(f"{wrong} of {right.numel()} elements are wrong")
-
-            if said := run.failure(compare):
+            if said := run.failure(partial(_compare, call, right)):
                 raise ArithmeticError(f"{name}, call {number}: {said}")
