@@ -84,7 +84,10 @@ def test_without_a_file_the_options_say_what_to_predict(tmp_path):
     assert "8 x H100, tp 8 x pp 1 x dp 1" in text
     assert "Error of the model here: unknown" in text
     own = predictions.predict(
-        "study/one-node", given.values(given.Given(gpu="H100", tp=8, hidden=4096, layers=4))
+        "study/one-node",
+        given.values(
+            {"cluster.gpu": "H100", "parallel.tp": 8, "model.hidden": 4096, "model.layers": 4}
+        ),
     )
     model = own.workloads["flux"].model
     assert (model.heads, model.kv_heads, model.ffn, model.layers) == (32, 32, 16384, 4)

@@ -66,8 +66,13 @@ def simulate(
     from flux_megatron import option_values
     from flux_megatron.lab.simulate import dlrm_tables, predictions, study, tables
 
-    of_options = given.Given(gpu, tp, dp, hidden, layers, heads, kv_heads, ffn, vocab, seq_length,
-                             swiglu, micro_batch)  # fmt: skip
+    options = {
+        "cluster.gpu": gpu, "parallel.tp": tp, "parallel.dp": dp, "model.hidden": hidden,
+        "model.layers": layers, "model.heads": heads, "model.kv_heads": kv_heads, "model.ffn": ffn,
+        "model.vocab": vocab, "model.seq_length": seq_length, "model.swiglu": swiglu,
+        "training.micro_batch": micro_batch,
+    }  # fmt: skip
+    of_options = {key: value for key, value in options.items() if value is not None}
     try:
         name, overrides = _what(name, of_options, set_ or [])
         if json_ is not None:
@@ -92,7 +97,7 @@ def simulate(
 
 
 def _what(
-    name: str | None, of_options: given.Given, texts: list[str]
+    name: str | None, of_options: dict[str, Any], texts: list[str]
 ) -> tuple[str, dict[str, Any]]:
     """The file and the values for it. `ValueError` unless one of the two is given."""
     from flux_megatron import config_files
