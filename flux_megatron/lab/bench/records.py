@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from flux_megatron import option_values
 
 IN_A_GRAPH = "_graph"  # ends the name of a candidate that is replayed from a CUDA graph
 LIBRARY, OURS, COMPETITOR = "library", "ours", "peer"  # roles of candidates, as rows spell them
@@ -90,13 +88,6 @@ class Row:
     @property
     def case(self) -> tuple[str, str, str, int]:
         return self.suite, self.pattern, self.op, self.M
-
-
-def append(path: Path, rows: Iterable[Row]) -> None:
-    """Add rows to a file; whole lines only, so that a run can stop between two calls."""
-    text = "".join(json.dumps(asdict(row), separators=(",", ":")) + "\n" for row in rows)
-    with option_values.writing("--out", path), path.open("a") as file:
-        file.write(text)
 
 
 def load(path: Path) -> list[Row]:

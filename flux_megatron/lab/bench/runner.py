@@ -9,13 +9,14 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from flux_megatron import settings
-from flux_megatron.lab.bench import provenance, records
+from flux_megatron.lab.bench import provenance, records, table_run
 from flux_megatron.lab.bench.backward import AllReducedBackward, Backward
 from flux_megatron.lab.bench.candidates import Candidate, host_time_us, in_graphs
 from flux_megatron.lab.bench.competitors import Competitor, all_competitors
@@ -57,7 +58,7 @@ def measure_all(options: Options, run: Run) -> None:
             break
         for rows in measure(case, options, run, competitors):
             if run.first:
-                records.append(Path(options.out), rows)
+                table_run.append(Path(options.out), map(asdict, rows))
                 print(f"{number} of {len(cases)}: {line(case, rows)}", flush=True)
 
 
