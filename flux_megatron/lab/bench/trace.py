@@ -11,20 +11,19 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.autograd import DeviceType
 from torch.distributed import ProcessGroup
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from flux_megatron import settings
+from flux_megatron.lab.bench.backward import Backward
 from flux_megatron.lab.bench.candidates import BEHIND_SLEEP
 from flux_megatron.lab.bench.options import TraceOptions
+from flux_megatron.lab.bench.suites import Case
 from flux_megatron.lab.bench.worker import joined
-from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.overlap.phase import PREFIX
 from flux_megatron.symm import objects, workspace
 from flux_megatron.tuning.timing import AFTER_ALIGNMENT
-from flux_megatron.wgrad import accumulate_wgrad_by_torch
 
 WARMUP = 3  # steps; and as many while the profiler is warming up
 COMPUTE, COMMUNICATION, WAIT = "compute", "communication", "wait"
@@ -51,27 +50,14 @@ def step_of(
     options: TraceOptions, group: ProcessGroup, device: torch.device
 ) -> Callable[[], object]:
     """Forward and backward of one layer on operands of this rank."""
-    R = group.size()
-    M, N, K = options.M, options.N, options.K
-    column = options.layer == "column"
-    shapes = ((M, K // R), (N, K // R), (M // R, N))
-    if column:
-        shapes = ((M // R, K), (N // R, K), (M, N // R))
+    op = "fc1" if options.layer == "column" else "fc2"
+    sizes = options.M, options.N, options.K
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    x, w, dy = (torch.randn(shape, dtype=dtype, device=device) * 0.1 for shape in shapes)
-    x.requires_grad_()
-    w.requires_grad_()
-    main_grad = torch.zeros(w.shape, dtype=torch.float32, device=device)
-
-    def wgrad(w: Tensor, dy: Tensor, x: Tensor) -> None:
-        accumulate_wgrad_by_torch(main_grad, dy, x)
+    layer = Backward(Case("trace", "backward", op, *sizes, "nn", options.tp), group, device, dtype)
+    operands = layer.x, layer.w
 
     def step() -> object:
-        if column:
-            y = column_parallel_linear(x, w, None, group=group, wgrad=wgrad)
-        else:
-            y = row_parallel_linear(x, w, group=group, wgrad=wgrad)
-        return torch.autograd.grad(y, (x, w), dy, allow_unused=True)
+        return torch.autograd.grad(layer.forward(), operands, layer.dy, allow_unused=True)
 
     return step
 
