@@ -28,25 +28,19 @@ def main(options: Options) -> None:
 def joined(options: RankOptions, dtype: str = "bfloat16") -> Iterator[Run]:
     """This rank's place in the run, while it is in the group of all ranks."""
     import torch
-    import torch.distributed as dist
 
     from flux_megatron.lab.bench import provenance
-    from flux_megatron.tune_command.measure import join
+    from flux_megatron.tune_command import measure
 
     warnings.filterwarnings("ignore", module=r"torch\b")
     if options.device == "cuda" and not options.nvls:
         provenance.refuse_multicast()
     limit_s = math.inf if options.time_limit_s is None else options.time_limit_s
     end_s = time.monotonic() + limit_s
-    device = join(options.device, timedelta(seconds=LIMIT_S))
-    try:
-        world = dist.group.WORLD
-        assert world is not None, "joined above"
+    with measure.joined(options.device, timedelta(seconds=LIMIT_S)) as (world, device):
         if world.size() != options.tp:
             raise ValueError(f"{world.size()} ranks given, --tp {options.tp} expected")
         about = provenance.describe(
             device, options.tp, getattr(torch, dtype), options.scale, options.nvls, options.commit
         )
         yield Run(world, device, about, Path(options.out), end_s)
-    finally:
-        dist.destroy_process_group()
