@@ -154,7 +154,7 @@ ROWS = [
     ("simulate paper/gpt3-175b_a100-pci", "paper/gpt3-175b_a100-pcie? one of "),
     ("simulate torn.yaml", "torn.yaml: not YAML"),
     ("simulate none.yaml", "none.yaml: No such file"),
-    (f"{PAPER} --arm nope", "has arms", "['nope'] given"),
+    (f"{PAPER} --arm nope", "arms", "['nope'] given"),
     (f"{PAPER} --set nope", "--set: 'nope' given, key=value expected"),
     (f"{PAPER} --set training.micro_batch=7", "training.global_batch"),
     (

@@ -89,7 +89,7 @@ def test_without_a_file_the_options_say_what_to_predict(tmp_path):
             {"cluster.gpu": "H100", "parallel.tp": 8, "model.hidden": 4096, "model.layers": 4}
         ),
     )
-    model = own.workloads["flux"].model
+    model = own.experiment.arms["flux"].model
     assert (model.heads, model.kv_heads, model.ffn, model.layers) == (32, 32, 16384, 4)
     found = json.loads(file.read_text())
     assert found["arms"]["flux"]["step_us"] == pytest.approx(own.steps["flux"].step_us)
@@ -160,7 +160,7 @@ def test_printed_figures_by_hand():
 
 def test_a_step_makes_the_tokens_and_operations_of_its_batch():
     found = predictions.predict(PCIE, {}, ["flux"])
-    workload, seconds = found.workloads["flux"], found.steps["flux"].step_us / 1e6
+    workload, seconds = found.experiment.arms["flux"], found.steps["flux"].step_us / 1e6
     tokens = workload.training.global_batch * workload.model.seq_length / seconds
     mfu = 100 * flops.model_flops(workload) / seconds / (128 * 312e12)
     row = next(row for row in rows(found) if row[0] == "flux")

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,9 +73,6 @@ class Row:
     allowed: list[float | None]
     times_us: list[float]
     median_us: float | None
-    min_us: float | None
-    p20_us: float | None
-    p80_us: float | None
     gemm_us: float | None
     serial_us: float | None
     efficiency: float | None
@@ -126,10 +122,3 @@ def baselines(medians_us: Mapping[str, float]) -> Baselines | None:
     gemm = min(medians_us["gemm"], medians_us.get("ours_gemm", medians_us["gemm"]))
     serial = min(medians_us["serial"], medians_us.get("serial" + IN_A_GRAPH, math.inf))
     return Baselines(gemm, gemm + serial - medians_us["gemm"])
-
-
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Linear between the values next to it; None of none."""
-    if len(values) < 2:
-        return values[0] if values else None
-    return statistics.quantiles(values, n=100, method="inclusive")[round(percent) - 1]

@@ -31,7 +31,6 @@ from flux_megatron.lab.bench.records import (
     Provenance,
     Row,
     baselines,
-    percentile,
 )
 from flux_megatron.lab.bench.suites import PEERS, Case
 from flux_megatron.lab.bench.table_run import Run
@@ -149,8 +148,7 @@ def _measure(
             one.name, one.role, *_status(one, verdict, raced),
             errors=[_rounded(error) for error in verdict.errors],
             allowed=[_rounded(error) for error in verdict.allowed],
-            times_us=times, median_us=_tenth(median), min_us=min(times, default=None),
-            p20_us=_tenth(percentile(times, 20)), p80_us=_tenth(percentile(times, 80)),
+            times_us=times, median_us=_tenth(median),
             gemm_us=_tenth(against.gemm if against else None),
             serial_us=_tenth(against.serial if against else None),
             efficiency=None if E is None else round(E, 4), host_us=_tenth(host_us.get(one.name)),

@@ -2,7 +2,7 @@
 
 Linear layers come from `linear`, attention from `attention`; the rest is bound by memory. Times are
 microseconds and include the tensor-parallel communication that stays exposed. Every function raises
-`ValueError` for a cluster without a GPU that `hardware` describes.
+`BadInput` for a cluster without a GPU that `hardware` describes.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from flux_megatron.errors import BadInput
 from flux_megatron.lab.perf import hardware
 
 NAME = "study/one-node"
@@ -32,7 +33,7 @@ MACHINES = {
 
 
 def values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given, and what follows from it, by dotted keys. `ValueError` for a GPU without a
+    """What was given, and what follows from it, by dotted keys. `BadInput` for a GPU without a
     model, or a width that gives no heads.
     """
     batch = given.get("training.micro_batch", 1) * given.get("parallel.dp", 1)
@@ -43,7 +44,7 @@ def _machine(given: Mapping[str, Any]) -> dict[str, Any]:
     """One node of as many GPUs as the ranks."""
     name = given.get("cluster.gpu", hardware.H200.name)
     if name not in MACHINES:
-        raise ValueError(f"--gpu {name}: one of {', '.join(MACHINES)} expected")
+        raise BadInput(f"--gpu {name}: one of {', '.join(MACHINES)} expected")
     machine, tp, dp = MACHINES[name], given.get("parallel.tp", 4), given.get("parallel.dp", 1)
     return {
         "cluster.gpu": name,
@@ -64,5 +65,5 @@ def _widths(given: Mapping[str, Any]) -> dict[str, int]:
         return {}
     heads = given.get("model.heads", hidden // HEAD)
     if not heads:
-        raise ValueError(f"--hidden {hidden}: at least {HEAD} expected, or --heads with it")
+        raise BadInput(f"--hidden {hidden}: at least {HEAD} expected, or --heads with it")
     return {"model.heads": heads, "model.kv_heads": heads, "model.ffn": 4 * hidden}

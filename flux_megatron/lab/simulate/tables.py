@@ -20,7 +20,7 @@ ONE_AT_A_TIME = "\nOther values of what is assumed, one at a time"
 def tables(found: Predictions) -> Iterator[str | Table]:
     """Each table after its heading."""
     yield title(found)
-    yield accuracy.sentence(next(iter(found.workloads.values())))
+    yield accuracy.sentence(next(iter(found.experiment.arms.values())))
     yield parts(found.steps)
     yield _arms(found)
     if found.alternatives:
@@ -128,7 +128,7 @@ def plain(found: Predictions) -> dict[str, Any]:
     return {
         "experiment": experiment.name,
         "paper": experiment.paper if found.is_published else {},
-        "error_of_the_model": asdict(accuracy.of(next(iter(found.workloads.values())))),
+        "error_of_the_model": asdict(accuracy.of(next(iter(found.experiment.arms.values())))),
         "assumed": experiment.assumed,
         "arms": {arm: asdict(step) for arm, step in found.steps.items()},
         "speedups": {arm: found.speedups(arm) for arm in found.steps},
@@ -147,7 +147,7 @@ def figures(alternative: Alternative) -> dict[str, Any]:
 
 def title(found: Predictions) -> str:
     """The experiment, its GPUs and how they are split."""
-    workload = next(iter(found.workloads.values()))
+    workload = next(iter(found.experiment.arms.values()))
     parallel = workload.parallel
     return (
         f"{found.experiment.name}: {parallel.world_size} x {workload.cluster.gpu}, "
