@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -15,3 +17,7 @@ def run_here(out: Path | None = None, scale: int = 1) -> Run:
     device, group = torch.device("cpu"), dist.group.WORLD
     about = provenance.describe(device, group.size(), torch.float32, scale, False, "none")
     return Run(group, device, about, out)
+
+
+def rows_of(file: Path) -> list[SimpleNamespace]:
+    return [SimpleNamespace(**json.loads(line)) for line in file.read_text().splitlines()]

@@ -1,15 +1,13 @@
-"""Rows of measurements: one JSON object a line, one row a case and candidate; and E. No torch.
+"""What is in the bench's rows, one a case and candidate; and E. No torch.
 
 A row has everything that its time depends on, and neither a host's name nor a path.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 IN_A_GRAPH = "_graph"  # ends the name of a candidate that is replayed from a CUDA graph
@@ -19,7 +17,7 @@ OK, WRONG, FAILED, UNSUPPORTED, MISSING = "ok", "wrong", "failed", "unsupported"
 
 @dataclass(frozen=True)
 class Provenance:
-    """What is the same for all rows of a run but the clocks, taken after each case on rank 0.
+    """What is the same for all rows of a run but the clocks, taken after a case on rank 0.
 
     `nvls` says whether NVLink multicast was allowed; `max_connections` is
     CUDA_DEVICE_MAX_CONNECTIONS or "unset".
@@ -78,18 +76,7 @@ class Row:
     efficiency: float | None
     host_us: float | None
     plan: dict[str, Any] | None
-    provenance: Provenance
     beside: bool = False
-
-    @property
-    def case(self) -> tuple[str, str, str, int]:
-        return self.suite, self.pattern, self.op, self.M
-
-
-def load(path: Path) -> list[Row]:
-    """The rows of a file that `append` has written."""
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    return [Row(**row | {"provenance": Provenance(**row["provenance"])}) for row in found]
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache
-from pathlib import Path
 
 import torch
 
 from flux_megatron import settings
-from flux_megatron.lab.bench import provenance, records, table_run
+from flux_megatron.lab.bench import records
 from flux_megatron.lab.bench.backward import AllReducedBackward, Backward
 from flux_megatron.lab.bench.candidates import Candidate, host_time_us, in_graphs
 from flux_megatron.lab.bench.competitors import Competitor, all_competitors
@@ -28,7 +27,6 @@ from flux_megatron.lab.bench.records import (
     MISSING,
     OK,
     OURS,
-    Provenance,
     Row,
     baselines,
 )
@@ -57,14 +55,15 @@ def measure_all(options: Options, run: Run) -> None:
             break
         for rows in measure(case, options, run, competitors):
             if run.first:
-                table_run.append(Path(options.out), map(asdict, rows))
+                for row in rows:
+                    run.row("operators", **asdict(row))
                 print(f"{number} of {len(cases)}: {line(case, rows)}", flush=True)
 
 
 def measure(
     case: Case, options: Options, run: Run, competitors: Mapping[Competitor, str | None]
 ) -> Iterator[list[Row]]:
-    """The rows of one case for each condition, one a candidate; without clocks on ranks but 0."""
+    """The rows of one case for each condition, one a candidate."""
     device, dtype = run.device, getattr(torch, run.about.dtype)
     own = _own_stream(device) if options.graphs and device.type == "cuda" else None
     with torch.cuda.stream(own):
@@ -77,7 +76,7 @@ def measure(
     for beside in options.conditions:
         replayed = [*in_graphs(chosen, device)] if options.graphs else []
         with _plans_for(beside), torch.cuda.stream(own):
-            rows = _measure(experiment, [*chosen, *replayed], beside, options.rounds, run.about)
+            rows = _measure(experiment, [*chosen, *replayed], beside, options.rounds)
         yield rows
 
 
@@ -123,9 +122,8 @@ def _raise(error: Exception) -> Callable[[], tuple[torch.Tensor, ...]]:
 
 
 def _measure(
-    experiment: Forward | Backward, chosen: list[Candidate], beside: bool, rounds: int,
-    about: Provenance,
-) -> list[Row]:  # fmt: skip
+    experiment: Forward | Backward, chosen: list[Candidate], beside: bool, rounds: int
+) -> list[Row]:
     case, group, device = experiment.case, experiment.group, experiment.device
     verdicts = examine(experiment, chosen, group)
     calls = {c.name: c.call for c in chosen if c.call and verdicts[c.name].right}
@@ -134,8 +132,6 @@ def _measure(
     with_host = [n for n in WITH_HOST_TIME if n in timed and device.type == "cuda"]
     host_us = {name: host_time_us(calls[name], device) for name in with_host}
     plans = {c.name: json.loads(c.plan()) for c in chosen if c.plan and c.name in timed}
-    if group.rank() == 0:
-        about = provenance.with_clocks(about, device)
     medians = {name: statistics.median(times) for name, times in timed.items()}
     against, rows = baselines(medians), []
     for one in chosen:
@@ -152,7 +148,7 @@ def _measure(
             gemm_us=_tenth(against.gemm if against else None),
             serial_us=_tenth(against.serial if against else None),
             efficiency=None if E is None else round(E, 4), host_us=_tenth(host_us.get(one.name)),
-            plan=plans.get(one.name), provenance=about, beside=beside,
+            plan=plans.get(one.name), beside=beside,
         )  # fmt: skip
         rows.append(row)
     return rows
