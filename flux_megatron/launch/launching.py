@@ -64,7 +64,7 @@ class Prepared:
         with option_values.writing("--run-dir", run):
             for one, arms in self.files.items():
                 run_folder.write(run / one, self.experiment, arms)
-            run_folder.replace(run / "job.sbatch", self.job)
+            option_values.replace(run / "job.sbatch", self.job)
         return run / "job.sbatch"
 
     def submit(self) -> str:
