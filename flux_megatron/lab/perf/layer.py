@@ -8,7 +8,7 @@ microseconds and include the tensor-parallel communication that stays exposed. E
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from flux_megatron.lab.perf import attention, linear, moe_layer, quantization
 from flux_megatron.lab.perf.collectives import all_reduce_us, collective_us
@@ -33,8 +33,7 @@ USERBUFFERS = "userbuffers"
 USERBUFFERS_US, USERBUFFERS_US_BY_GB = 306.44, 5378.1
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A piece of the model on one GPU; times include the exposed communication."""
 
     name: str

@@ -108,23 +108,14 @@ def _pieces(workload: Workload) -> list[list[list[Piece]]]:
     pieces = []
     for stage in memory.stages(workload):
         count = stage.layers // chunks
-        rank = [[_times(piece, count) for piece in one] for _ in range(chunks)]
+        of_chunk = [Piece(piece.name, *(count * us for us in piece[1:])) for piece in one]
+        rank = [[*of_chunk] for _ in range(chunks)]
         if stage.has_embedding:
             rank[0].append(layer.embedding(workload))
         if stage.has_head:
             rank[-1].append(layer.head(workload))
         pieces.append(rank)
     return pieces
-
-
-def _times(piece: Piece, count: int) -> Piece:
-    return Piece(
-        piece.name,
-        piece.forward_us * count,
-        piece.backward_us * count,
-        piece.forward_exposed_us * count,
-        piece.backward_exposed_us * count,
-    )
 
 
 def _work(workload: Workload) -> dict[str, float]:
