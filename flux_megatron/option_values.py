@@ -91,6 +91,13 @@ def json_target(path: Path) -> None:
         ) from None
 
 
+def replace(path: Path, text: str) -> None:
+    """Atomically: who reads meanwhile sees the old file or the new one."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
 def write_json(path: Path, values: Any) -> None:
     text = json.dumps(values, indent=2)
     if path == STDOUT:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from bench_run import rows_of, run_here
 from cases import ON_HOPPER
 from closeness import assert_exact, assert_sums_exact, small_integers
 from races import agreed, measured
@@ -186,11 +187,11 @@ def test_at_training_sizes_every_strategy_is_measured(layout, monkeypatch):
 def test_the_bench_measures_it_beside_the_all_reduce(rank, tmp_path):
     file = str(tmp_path / "rows.jsonl")
     options = Options(
-        ("llama2-70b",), ("gemm_ar",), (32,), file, rounds=2, tp=2, device="cpu", scale=512
+        ("llama2-70b",), ("gemm_ar",), (32,), out=file, rounds=2, tp=2, device="cpu", scale=512
     )
-    runner.run(options, dist.group.WORLD, torch.device("cpu"), lambda case, rows: None)
+    runner.measure_all(options, run_here(tmp_path / "rows.jsonl", 512))
     dist.barrier()
-    rows = records.load(tmp_path / "rows.jsonl")
+    rows = rows_of(tmp_path / "rows.jsonl")
     right = {(row.op, row.candidate) for row in rows if row.status == records.OK}
     names = ("gemm", "serial", "sequential", "pipelined", "fused", "auto")
     assert right >= {(op, name) for op in ("proj", "fc2") for name in names}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,14 +67,14 @@ class Backward:
         self.gathered = travels.new_empty(M, travels.shape[1])
         dist.all_gather_into_tensor(self.gathered, travels, group=self.group)
         self.dx = travels.new_empty(M_shard, K)  # of the reduce-scatter
+        self.y = self.forward()
+
+    def forward(self) -> Tensor:
+        """The layer's y, whose backward is measured."""
+        options: dict[str, Any] = {"group": self.group, "wgrad": self._wgrad}
         if self.column:
-            self.y = functions.column_parallel_linear(
-                self.x, self.w, None, group=self.group, wgrad=self._wgrad
-            )
-        else:
-            self.y = functions.row_parallel_linear(
-                self.x, self.w, group=self.group, wgrad=self._wgrad
-            )
+            return functions.column_parallel_linear(self.x, self.w, None, **options)
+        return functions.row_parallel_linear(self.x, self.w, **options)
 
     def _wgrad(self, w: Tensor, dy: Tensor, x: Tensor) -> None:
         accumulate_wgrad_by_torch(self.main_grad, dy, x)

@@ -82,7 +82,7 @@ def in_graphs(candidates: Iterable[Candidate], device: torch.device) -> Iterator
 
 
 def replayed(call: Callable[[], Results]) -> Callable[[], Results]:
-    """Replays of a graph of `call`, which is captured at the first one, after the call itself.
+    """Replays of a graph of `call`, which is captured at the first one, behind an eager call.
 
     On the stream of that moment, unless that is the default one, which cannot be captured. Backward
     runs on forward's stream: where the call has one, forward must not be on the default stream.
@@ -91,6 +91,7 @@ def replayed(call: Callable[[], Results]) -> Callable[[], Results]:
 
     def replay() -> Results:
         if not made:
+            call()
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             own = None if stream == torch.cuda.default_stream() else stream
             # backward runs in threads of autograd
