@@ -6,24 +6,17 @@ and all SMs copy faster than what a GEMM leaves of them.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.expert_routes import (
-    OWN_SEND_TILES,
-    SEND_TILES,
-    experts_per_signal,
-    word,
-)
-from flux_megatron.kernels.gemm_a2a import COPY_COLUMNS, collect
+from flux_megatron.kernels.expert_call import ExpertCall
+from flux_megatron.kernels.expert_routes import OWN_SEND_TILES, SEND_TILES, word
+from flux_megatron.kernels.gemm_a2a import collect
 from flux_megatron.kernels.primitives import deadline_after
-from flux_megatron.kernels.sizes import cdiv, next_power_of_2
-from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.problem import Tile
 
 CTAS_PER_SM = 4  # of 8 warps, so that enough loads are on the way
@@ -47,27 +40,15 @@ def expert_collect_kernel(
         )  # fmt: skip
 
 
-@lru_cache(maxsize=256)
-def _launcher(
-    world_size: int, experts: int, capacity: int, N: int, dtype: torch.dtype, device: torch.device,
-    comm_rows: int,
-) -> Launcher:  # fmt: skip
-    most = cdiv(capacity, comm_rows) + world_size * experts  # each group may end with a part
-    (sms,) = launch.persistent_grid(device, most)
-    return Launcher(
-        expert_collect_kernel, (min(most, CTAS_PER_SM * sms),), Tile(num_warps=8), (N,),
-        WORLD_SIZE=world_size, EXPERTS=experts, PER_SIGNAL=experts_per_signal(experts),
-        ROWS=comm_rows, COLUMNS=min(COPY_COLUMNS, next_power_of_2(N)),
-        BLOCK_G=next_power_of_2(world_size * experts),
-    )  # fmt: skip
-
-
-def expert_collect(
-    received: Tensor, y: Tensor, routes: Tensor, *, pad: Tensor, status: Tensor, rank: int,
-    world_size: int, epoch: int, timeout_ns: int, experts: int, comm_rows: int,
-) -> None:  # fmt: skip
+def expert_collect(received: Tensor, y: Tensor, routes: Tensor, about: ExpertCall) -> None:
     """Copy rows of experts of other ranks from `received` [capacity, N], this rank's region, to
     y [tokens, N], when [Z] says that they are there.
     """
-    run = _launcher(world_size, experts, *received.shape, y.dtype, y.device, comm_rows)
-    run((received, y, routes, pad, status), (rank, epoch, timeout_ns))
+    most = cdiv(about.capacity, about.comm_rows) + about.groups  # each may end with a part
+    (sms,) = launch.persistent_grid(y.device, most)
+    _, pad, _, status = about.tensors
+    launch_kernel(
+        expert_collect_kernel, (min(most, CTAS_PER_SM * sms),), Tile(num_warps=8),
+        (received, y, routes, pad, status), about.numbers, (y.shape[1],),
+        **about.constants(y.shape[1]),
+    )  # fmt: skip

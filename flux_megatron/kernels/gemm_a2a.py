@@ -11,14 +11,12 @@ before all that waits, so one resident CTA is enough.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flux_megatron.kernels import launch
+from flux_megatron.kernels.expert_call import ExpertCall
 from flux_megatron.kernels.expert_routes import (
     DRAWS,
     OWN_RECV_TILES,
@@ -34,10 +32,8 @@ from flux_megatron.kernels.expert_routes import (
     SEND_TILES,
     announce_group,
     copy_rows,
-    experts_per_signal,
     field,
     group_of,
-    header_bytes,
     word,
 )
 from flux_megatron.kernels.expert_tile import expert_tile, experts_operand
@@ -49,12 +45,8 @@ from flux_megatron.kernels.primitives import (
     deadline_after,
     wait_acquire_sys,
 )
-from flux_megatron.kernels.sizes import cdiv, next_power_of_2
 from flux_megatron.kernels.tile_draws import begin_draw, end_draw
-from flux_megatron.kernels.triton_launch import Launcher
-from flux_megatron.problem import Tile
-
-COPY_COLUMNS = 512
+from flux_megatron.kernels.triton_launch import launch_kernel
 
 
 @triton.jit
@@ -137,39 +129,18 @@ def gemm_a2a_kernel(
         tile = end_draw(ticket)
 
 
-@lru_cache(maxsize=256)
-def _launcher(
-    world_size: int, experts: int, N: int, K: int, capacity: int, dtype: torch.dtype,
-    device: torch.device, layout: str, tile: Tile, comm_rows: int, whole: bool,
-) -> Launcher:  # fmt: skip
-    tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
-    most = (cdiv(capacity, tile.block_m) + world_size * experts) * cdiv(N, tile.block_n)
-    return Launcher(
-        gemm_a2a_kernel, launch.persistent_grid(device, most), tile, (N, K),
-        WORLD_SIZE=world_size, EXPERTS=experts, PER_SIGNAL=experts_per_signal(experts),
-        HEADER=header_bytes(world_size, experts), ROWS=comm_rows,
-        COLUMNS=min(COPY_COLUMNS, next_power_of_2(N)),
-        BLOCK_G=next_power_of_2(world_size * experts), LAYOUT_NN=layout == "nn",
-    )  # fmt: skip
-
-
 def gemm_a2a(
-    x: Tensor, w: ExpertWeights, routes: Tensor, *, pointers: Tensor, pad: Tensor,
-    pad_pointers: Tensor, status: Tensor, rank: int, world_size: int, epoch: int, timeout_ns: int,
-    tokens: int, layout: str, tile: Tile, comm_rows: int,
-) -> Tensor:  # fmt: skip
+    x: Tensor, w: ExpertWeights, routes: Tensor, about: ExpertCall, *, tokens: int
+) -> Tensor:
     """x [capacity, K], sorted by (expert, source rank), times w [E, N, K] ("nn": [E, K, N]), each
     row back at its source: y [tokens, N], in the order in which they were sent.
     """
-    experts, *sides = w.matrices.shape
-    N = sides[0] if layout == "nt" else sides[1]
+    K, N = x.shape[1], w.columns(about.layout)
     y = x.new_empty(tokens, N)
-    run = _launcher(
-        world_size, experts, N, x.shape[1], x.shape[0], x.dtype, x.device, layout, tile,
-        comm_rows, launch.has_whole_units(x, w.matrices),
+    launch_kernel(
+        gemm_a2a_kernel, launch.persistent_grid(x.device, about.most_tiles(N)),
+        launch.without_tma_if_unaligned(about.tile, (K, N), x, w.matrices),
+        (x, w.matrices, y, routes, *about.tensors), (*about.numbers, w.first, w.pitch), (N, K),
+        **about.constants(N),
     )  # fmt: skip
-    run(
-        (x, w.matrices, y, routes, pointers, pad, pad_pointers, status),
-        (rank, epoch, timeout_ns, w.first, w.pitch),
-    )
     return y

@@ -12,24 +12,18 @@ Pushes wait for nobody and no tile makes them wait, so one resident CTA is enoug
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from flux_megatron.kernels import hopper_descriptors, launch
-from flux_megatron.kernels.expert_routes import (
-    RECV_ROW,
-    RECV_TILES,
-    SEND_ROW,
-)
+from flux_megatron.kernels.expert_call import ExpertCall
+from flux_megatron.kernels.expert_routes import RECV_ROW, RECV_TILES, SEND_ROW
 from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.gluon_versions import Descriptor, Number, Pointer, aggregate
 from flux_megatron.kernels.hopper_epilogue import new_staging_tile
-from flux_megatron.kernels.hopper_expert_config import ExpertConfig, expert_config, most_tiles
+from flux_megatron.kernels.hopper_expert_config import expert_config
 from flux_megatron.kernels.hopper_handed_tiles import HandedTiles, store_groups
 from flux_megatron.kernels.hopper_primitives import complete_tma_stores, uniform
 from flux_megatron.kernels.hopper_ring import new_ring
@@ -40,8 +34,7 @@ from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import whole_tiles
 from flux_megatron.kernels.hopper_tile_order import Sizes
-from flux_megatron.kernels.triton_launch import Launcher
-from flux_megatron.problem import Tile
+from flux_megatron.kernels.triton_launch import launch_kernel
 
 
 @aggregate
@@ -166,42 +159,29 @@ def hopper_a2a_gemm_kernel(
     )
 
 
-@lru_cache(maxsize=256)
-def _launcher(
-    config: ExpertConfig, N: int, K: int, capacity: int, dtype: torch.dtype, device: torch.device,
-    tile: Tile,
-) -> Launcher:  # fmt: skip
-    grid = launch.persistent_grid(device, most_tiles(config, capacity, N, tile))
-    return Launcher(hopper_a2a_gemm_kernel, grid, tile, (N, K), CONFIG=config)
-
-
 def a2a_gemm(
-    x: Tensor, received: Tensor, w: ExpertWeights, kept: Tensor, routes: Tensor, *,
-    pointers: Tensor, pad: Tensor, pad_pointers: Tensor, status: Tensor, work_words: Tensor,
-    rank: int, world_size: int, epoch: int, timeout_ns: int, layout: str, tile: Tile,
-    comm_rows: int,
-) -> Tensor:  # fmt: skip
+    x: Tensor, received: Tensor, w: ExpertWeights, kept: Tensor, routes: Tensor, about: ExpertCall
+) -> Tensor:
     """As `a2a_gemm.a2a_gemm`, for what `hopper_gemm.refuses_experts` does not refuse.
 
     `received` [capacity, K] are the rows of this rank's region. The rows that came are copied to
     `kept`, unless it is empty: [capacity, K] or [0, K].
     """
-    experts, *sides = w.matrices.shape
-    N = sides[0] if layout == "nt" else sides[1]
+    tile, layout, N = about.tile, about.layout, w.columns(about.layout)
     capacity, K = received.shape
     y = x.new_empty(capacity, N)
-    config = expert_config(world_size, experts, layout, tile, comm_rows, len(kept) > 0)
-    run = _launcher(config, N, K, capacity, x.dtype, x.device, tile)
     described = hopper_descriptors.described
-    run(
+    launch_kernel(
+        hopper_a2a_gemm_kernel, launch.persistent_grid(x.device, about.most_tiles(N)), tile,
         (
             described(x if len(x) else received, tile.block_m, tile.block_k),
             described(received, tile.block_m, tile.block_k),
             hopper_descriptors.described_w(w.rows(), layout, tile.block_k, tile.block_n),
             described(y, tile.block_m, tile.block_n),
-            x, y, kept if len(kept) else y, routes, pointers, pad, pad_pointers, status,
-            work_words,
+            x, y, kept if len(kept) else y, routes, *about.tensors,
+            about.call.channel.work_counter,
         ),
-        (rank, epoch, timeout_ns, capacity, w.first, w.pitch),
+        (*about.numbers, capacity, w.first, w.pitch), (N, K),
+        CONFIG=expert_config(about, len(kept) > 0),
     )  # fmt: skip
     return y

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from flux_megatron.kernels import hopper_config
-from flux_megatron.kernels.expert_routes import experts_per_signal, header_bytes
+from flux_megatron.kernels.expert_call import ExpertCall
 from flux_megatron.kernels.hopper_config import Config, common_config
-from flux_megatron.kernels.sizes import cdiv, next_power_of_2
-from flux_megatron.problem import Tile
 
 TILE = replace(hopper_config.TILE, group_m=16)
 
@@ -24,20 +21,10 @@ class ExpertConfig(Config):
     KEEP: bool
 
 
-@lru_cache(maxsize=256)
-def expert_config(
-    world_size: int, experts: int, layout: str, tile: Tile, comm_rows: int,
-    keep: bool = False,
-) -> ExpertConfig:  # fmt: skip
-    """Rows are pushed, cleared and copied by `comm_rows`, and with `keep` kept for backward."""
+def expert_config(about: ExpertCall, keep: bool = False) -> ExpertConfig:
+    """With `keep` rows are kept for backward."""
+    known = about.constants(1)
     return ExpertConfig(
-        **common_config(world_size, layout, tile), EXPERTS=experts,
-        PER_SIGNAL=experts_per_signal(experts), BLOCK_G=next_power_of_2(world_size * experts),
-        HEADER=header_bytes(world_size, experts), ROWS=comm_rows, KEEP=keep,
+        **common_config(about.call.world_size, about.layout, about.tile), KEEP=keep,
+        **{name: known[name] for name in ("EXPERTS", "PER_SIGNAL", "BLOCK_G", "HEADER", "ROWS")},
     )  # fmt: skip
-
-
-def most_tiles(config: ExpertConfig, capacity: int, N: int, tile: Tile) -> int:
-    """That a rank may have to make of `capacity` rows, each group of which may end with a part."""
-    groups = config.WORLD_SIZE * config.EXPERTS
-    return (cdiv(capacity, tile.block_m) + groups) * cdiv(N, tile.block_n)

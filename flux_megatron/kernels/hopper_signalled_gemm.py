@@ -10,9 +10,6 @@ The kernel waits for nobody. No tile is split along K.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,7 +28,7 @@ from flux_megatron.kernels.hopper_roles import multiply, produce
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_split_k import whole_tiles
 from flux_megatron.kernels.hopper_tile_order import Sizes, tile_in_groups
-from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.problem import Tile
 
 GROUPS = gl.constexpr(problem.MAX_GROUPS)
@@ -124,18 +121,6 @@ def hopper_signalled_gemm_kernel(
     )
 
 
-@lru_cache(maxsize=1024)
-def _launcher(
-    x: torch.Size, N: int, shards: int, dtype: torch.dtype, device: torch.device, layout: str,
-    tile: Tile, tiles: int, spare_sms: int,
-) -> Launcher:  # fmt: skip
-    grid = launch.persistent_grid(device, tiles, spare_sms)
-    return Launcher(
-        hopper_signalled_gemm_kernel, grid, tile, (x[0] // shards, N, x[1], tiles, *grid),
-        CONFIG=Config(**common_config(shards, layout, tile)),
-    )  # fmt: skip
-
-
 def signalled_gemm(
     x: Tensor, w: Tensor, out: Tensor, *, table: Tensor, tiles: int, shards: int, counters: Tensor,
     work_counter: Tensor, spare_sms: int, layout: str, tile: Tile,
@@ -143,17 +128,17 @@ def signalled_gemm(
     """As `signalled_gemm.signalled_gemm`, for what `hopper_gemm.refuses_bands` does not refuse: a
     tile that is not whole would overwrite the rows of the next shard.
     """
-    N = w.shape[0] if layout == "nt" else w.shape[1]
-    run = _launcher(
-        x.shape, N, shards, x.dtype, x.device, layout, tile, tiles, spare_sms
-    )  # fmt: skip
+    (M, K), N = x.shape, w.shape[0] if layout == "nt" else w.shape[1]
+    grid = launch.persistent_grid(x.device, tiles, spare_sms)
     described = hopper_descriptors.described
-    run(
+    launch_kernel(
+        hopper_signalled_gemm_kernel, grid, tile,
         (
             described(x, tile.block_m, tile.block_k),
             hopper_descriptors.described_w(w, layout, tile.block_k, tile.block_n),
             described(out, tile.block_m, tile.block_n),
             table, counters, work_counter,
         ),
-        (),
+        sizes=(M // shards, N, K, tiles, *grid),
+        CONFIG=Config(**common_config(shards, layout, tile)),
     )  # fmt: skip

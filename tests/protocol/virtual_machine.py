@@ -36,7 +36,7 @@ SOURCE = Path(flux_megatron.__file__).parent
 _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
     "symm.lasting", "symm.signals", "symm.word_channel", "symm.workspace",
-    "kernels.launch", "kernels.primitives", "kernels.word_primitives",
+    "kernels.launch", "kernels.triton_launch", "kernels.primitives", "kernels.word_primitives",
     "kernels.gemm_tile", "kernels.k_parts", "kernels.word_tiles", "kernels.gemv_ar",
     "kernels.ag_gemv",
     "kernels.a2a_gemm", "kernels.expert_collect", "kernels.expert_weights",
