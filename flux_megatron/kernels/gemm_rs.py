@@ -23,14 +23,9 @@ from flux_megatron.kernels.primitives import (
 from flux_megatron.kernels.sizes import tiles_of_shard
 from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, first_tile, settle
 from flux_megatron.kernels.triton_launch import launch_kernel
-from flux_megatron.problem import Problem, Tile
+from flux_megatron.problem import Tile
 from flux_megatron.scaling import Scaling, scales_or
 from flux_megatron.symm.program import Memory, Number
-
-
-def supports(problem: Problem) -> str | None:
-    """Why this kernel cannot run the problem, or None."""
-    return launch.supports(problem)
 
 
 @triton.jit

@@ -30,7 +30,7 @@ from flux_megatron.kernels.primitives import complete_tma_stores, count_release_
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, first_tile, settle
 from flux_megatron.kernels.triton_launch import launch_kernel
-from flux_megatron.problem import MAX_GROUPS, Problem, Tile
+from flux_megatron.problem import MAX_GROUPS, Tile
 
 _GROUPS = tl.constexpr(MAX_GROUPS)
 _NO_TILE = 2**31 - 1
@@ -42,11 +42,6 @@ class Band(NamedTuple):
     first: int
     rows: int
     tiles: int
-
-
-def supports(problem: Problem) -> str | None:
-    """Why this kernel cannot run the problem, or None."""
-    return launch.supports(problem)
 
 
 @lru_cache(maxsize=1024)
