@@ -15,22 +15,18 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flux_megatron.kernels import hopper_descriptors, launch
 from flux_megatron.kernels.expert_call import ExpertCall
 from flux_megatron.kernels.expert_routes import RECV_ROW, RECV_TILES, SEND_ROW
 from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.gluon_versions import Descriptor, Number, Pointer, aggregate
-from flux_megatron.kernels.hopper_epilogue import new_staging_tile
 from flux_megatron.kernels.hopper_expert_config import expert_config
-from flux_megatron.kernels.hopper_handed_tiles import HandedTiles, store_groups
+from flux_megatron.kernels.hopper_handed_tiles import run_roles
 from flux_megatron.kernels.hopper_primitives import complete_tma_stores, uniform
-from flux_megatron.kernels.hopper_ring import new_ring
-from flux_megatron.kernels.hopper_roles import multiply, produce
 from flux_megatron.kernels.hopper_routes import Routes, expert_operand, store_clipped
-from flux_megatron.kernels.hopper_rows import TravellingRows, send_rows
-from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
+from flux_megatron.kernels.hopper_rows import TravellingRows
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import whole_tiles
 from flux_megatron.kernels.hopper_tile_order import Sizes
@@ -134,29 +130,13 @@ def hopper_a2a_gemm_kernel(
     )  # fmt: skip
     columns = gl.cdiv(N, BLOCK_N)
     count = gl.load(routing.word(RECV_TILES)) * columns
-    ctas = gl.num_programs(0)
-    tiles = whole_tiles(count, ctas)
-    exchange = new_exchange(2, 2)
-    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
-    staging = new_staging_tile(y_desc)
+    tiles = whole_tiles(count, gl.num_programs(0))
     operands = RoutedRows(x_desc, received_desc, w_desc, w_first, w_pitch, routing, sizes)
     targets = StoredGroups(y, y_desc, routing, sizes)
     moved = TravellingRows(
         x, kept, y, received_desc, routing, capacity, N, K, CONFIG.ROWS, BLOCK_M, CONFIG.KEEP
     )
-    epilogue = HandedTiles(staging, sizes, True, CONFIG.NUM_WARPS)
-    scheduler = TileScheduler(tiles, work_words, min(ctas, count))
-    fence_async_shared()  # TMA arrives at some of the barriers
-    gl.warp_specialize(
-        [
-            (multiply, (epilogue, ring, exchange, tiles, None, CONFIG.NUM_WARPS)),
-            (produce, (operands, ring, exchange, scheduler)),
-            (store_groups, (targets, staging, exchange, tiles)),
-            (send_rows, (moved,)),
-        ],
-        [1, 1, 2],
-        [80, 80, 80],
-    )
+    run_roles(operands, targets, moved, x_desc, w_desc, y_desc, tiles, work_words, True, CONFIG)
 
 
 def a2a_gemm(

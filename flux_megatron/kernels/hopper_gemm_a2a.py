@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flux_megatron.kernels import hopper_descriptors, launch
 from flux_megatron.kernels.expert_call import ExpertCall
@@ -29,14 +29,10 @@ from flux_megatron.kernels.expert_routes import (
 )
 from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.gluon_versions import Descriptor, Number, Pointer, aggregate
-from flux_megatron.kernels.hopper_epilogue import new_staging_tile
 from flux_megatron.kernels.hopper_expert_config import expert_config
-from flux_megatron.kernels.hopper_handed_tiles import HandedTiles, store_groups
+from flux_megatron.kernels.hopper_handed_tiles import run_roles
 from flux_megatron.kernels.hopper_primitives import complete_tma_stores, uniform
-from flux_megatron.kernels.hopper_ring import new_ring
-from flux_megatron.kernels.hopper_roles import multiply, produce
 from flux_megatron.kernels.hopper_routes import Routes, expert_operand, store_clipped
-from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import whole_tiles
 from flux_megatron.kernels.hopper_tile_order import Sizes
@@ -142,25 +138,12 @@ def hopper_gemm_a2a_kernel(
     columns = gl.cdiv(N, BLOCK_N)
     count = gl.load(routing.word(RECV_TILES)) * columns
     own = gl.load(routing.word(OWN_RECV_TILES)) * columns
-    ctas = gl.num_programs(0)
-    tiles = whole_tiles(count, ctas)
-    exchange = new_exchange(2, 2)
-    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
-    staging = new_staging_tile(received_desc)
+    tiles = whole_tiles(count, gl.num_programs(0))
     operands = RowsHere(x_desc, w_desc, w_first, w_pitch, routing, sizes, own, count)
     targets = ReturnedRows(y, received_desc, operands, sizes)
-    epilogue = HandedTiles(staging, sizes, True, CONFIG.NUM_WARPS)
-    scheduler = TileScheduler(tiles, work_words, min(ctas, count))
-    fence_async_shared()  # TMA arrives at some of the barriers
-    gl.warp_specialize(
-        [
-            (multiply, (epilogue, ring, exchange, tiles, None, CONFIG.NUM_WARPS)),
-            (produce, (operands, ring, exchange, scheduler)),
-            (store_groups, (targets, staging, exchange, tiles)),
-        ],
-        [1, 1],
-        [80, 80],
-    )
+    run_roles(
+        operands, targets, None, x_desc, w_desc, received_desc, tiles, work_words, True, CONFIG
+    )  # fmt: skip
 
 
 def gemm_a2a(

@@ -13,19 +13,15 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flux_megatron import problem
 from flux_megatron.kernels import hopper_descriptors, launch
 from flux_megatron.kernels.gluon_versions import Descriptor, Pointer, aggregate, tma_store
 from flux_megatron.kernels.hopper_config import Config, common_config
-from flux_megatron.kernels.hopper_epilogue import new_staging_tile
 from flux_megatron.kernels.hopper_gemm_rs import AllRows
-from flux_megatron.kernels.hopper_handed_tiles import HandedTiles, store_groups
+from flux_megatron.kernels.hopper_handed_tiles import run_roles
 from flux_megatron.kernels.hopper_primitives import complete_tma_stores, count_release_sys, uniform
-from flux_megatron.kernels.hopper_ring import new_ring
-from flux_megatron.kernels.hopper_roles import multiply, produce
-from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_split_k import whole_tiles
 from flux_megatron.kernels.hopper_tile_order import Sizes, tile_in_groups
 from flux_megatron.kernels.triton_launch import launch_kernel
@@ -102,23 +98,12 @@ def hopper_signalled_gemm_kernel(
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
     sizes = Sizes(0, M_shard, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
     tiles = whole_tiles(tile_count, ctas)
-    exchange = new_exchange(2, 1)
-    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
-    staging = new_staging_tile(out_desc)
     bands = Bands(table, sizes)
     operands = AllRows(x_desc, w_desc, sizes, bands)
     targets = CountedBands(out_desc, counters, bands, sizes)
-    epilogue = HandedTiles(staging, sizes, False, CONFIG.NUM_WARPS)
-    fence_async_shared()  # TMA arrives at some of the barriers
-    gl.warp_specialize(
-        [
-            (multiply, (epilogue, ring, exchange, tiles, None, CONFIG.NUM_WARPS)),
-            (produce, (operands, ring, exchange, TileScheduler(tiles, work_words, ctas))),
-            (store_groups, (targets, staging, exchange, tiles)),
-        ],
-        [1, 1],
-        [40, 40],
-    )
+    run_roles(
+        operands, targets, None, x_desc, w_desc, out_desc, tiles, work_words, False, CONFIG
+    )  # fmt: skip
 
 
 def signalled_gemm(
