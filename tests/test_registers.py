@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flux_megatron.kernels import ag_gemv, launch
-from flux_megatron.kernels.registers import registers_of
+from flux_megatron.kernels.few_rows import registers_of
 from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.problem import Tile
 

@@ -37,9 +37,8 @@ from flux_megatron.kernels.expert_routes import (
     group_of,
     word,
 )
-from flux_megatron.kernels.expert_tile import expert_tile, experts_operand
 from flux_megatron.kernels.expert_weights import ExpertWeights
-from flux_megatron.kernels.gemm_tile import store_tile, tile_origin
+from flux_megatron.kernels.gemm_tile import expert_tile, experts_operand, store_tile, tile_origin
 from flux_megatron.kernels.primitives import (
     MAX_COMM_TILES,
     acquire_for_tma_loads,

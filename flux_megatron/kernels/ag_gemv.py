@@ -18,8 +18,16 @@ import triton
 import triton.language as tl
 
 from flux_megatron.kernels import launch
+from flux_megatron.kernels.few_rows import (
+    RENEW_EVERY,
+    WORK_WORDS,
+    product,
+    registers_of,
+    renew,
+    send_to_all,
+    tile_words,
+)
 from flux_megatron.kernels.gemm_tile import store_tile, w_operand
-from flux_megatron.kernels.k_parts import product
 from flux_megatron.kernels.primitives import (
     acquire_for_tma_loads,
     count_acq_rel_gpu,
@@ -27,7 +35,6 @@ from flux_megatron.kernels.primitives import (
     deadline_after,
     wait_acquire_sys,
 )
-from flux_megatron.kernels.registers import registers_of
 from flux_megatron.kernels.sizes import (
     cdiv,
     next_power_of_2,
@@ -38,13 +45,6 @@ from flux_megatron.kernels.sizes import (
 from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw
 from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.kernels.word_primitives import pack_pairs, pack_words, receive_sum
-from flux_megatron.kernels.word_tiles import (
-    RENEW_EVERY,
-    WORK_WORDS,
-    renew,
-    send_to_all,
-    tile_words,
-)
 from flux_megatron.problem import Tile
 from flux_megatron.symm import signals
 from flux_megatron.symm.program import Memory, Number

@@ -4,12 +4,14 @@ counts with which it begins (`expert_routes`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flux_megatron.kernels.expert_routes import FIELDS, WORDS, exchange_counts_kernel
+from flux_megatron.kernels.hopper_config import Config, common_config
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
 from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.problem import Tile
@@ -93,3 +95,24 @@ def exchange_counts(counts: Tensor, about: ExpertCall, *, rows: int) -> tuple[Te
         **about.constants(1),
     )  # fmt: skip
     return routes, received
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertConfig(Config):
+    """What the Hopper kernels of experts are compiled for."""
+
+    EXPERTS: int
+    PER_SIGNAL: int
+    BLOCK_G: int
+    HEADER: int
+    ROWS: int
+    KEEP: bool
+
+
+def expert_config(about: ExpertCall, keep: bool = False) -> ExpertConfig:
+    """With `keep` rows are kept for backward."""
+    known = about.constants(1)
+    return ExpertConfig(
+        **common_config(about.call.world_size, about.layout, about.tile), KEEP=keep,
+        **{name: known[name] for name in ("EXPERTS", "PER_SIGNAL", "BLOCK_G", "HEADER", "ROWS")},
+    )  # fmt: skip

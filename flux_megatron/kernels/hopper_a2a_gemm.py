@@ -18,11 +18,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flux_megatron.kernels import hopper_descriptors, launch
-from flux_megatron.kernels.expert_call import ExpertCall
+from flux_megatron.kernels.expert_call import ExpertCall, expert_config
 from flux_megatron.kernels.expert_routes import RECV_ROW, RECV_TILES, SEND_ROW
 from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.gluon_versions import Descriptor, Number, Pointer, aggregate
-from flux_megatron.kernels.hopper_expert_config import expert_config
 from flux_megatron.kernels.hopper_handed_tiles import run_roles
 from flux_megatron.kernels.hopper_primitives import complete_tma_stores, uniform
 from flux_megatron.kernels.hopper_routes import Routes, expert_operand, store_clipped

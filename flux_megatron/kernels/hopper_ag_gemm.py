@@ -34,11 +34,10 @@ from flux_megatron.kernels.hopper_config import (
 from flux_megatron.kernels.hopper_gathered_rows import GatheredRows, copy_local_shard
 from flux_megatron.kernels.hopper_ring import new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
-from flux_megatron.kernels.hopper_scales import Scales
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
-from flux_megatron.kernels.hopper_stored_tiles import StoredTiles, new_slices
+from flux_megatron.kernels.hopper_stored_tiles import Scales, StoredTiles, new_slices
 from flux_megatron.kernels.hopper_tile_order import Sizes
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import SplitK, is_ragged, split_last_wave

@@ -6,7 +6,7 @@
                or in the source rank's region, where the last tile of a signal's groups raises [Z]
 
 Tiles wait for nobody. A kernel behind this one awaits [Z] and copies to y what other ranks have
-made (`expert_collect`).
+made (`expert_collect_kernel`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flux_megatron.kernels import hopper_descriptors, launch
-from flux_megatron.kernels.expert_call import ExpertCall
-from flux_megatron.kernels.expert_collect import expert_collect
+from flux_megatron.kernels.expert_call import ExpertCall, expert_config
 from flux_megatron.kernels.expert_routes import (
     OWN_RECV_TILES,
     RECV_COUNT,
@@ -28,8 +27,8 @@ from flux_megatron.kernels.expert_routes import (
     RECV_TILES,
 )
 from flux_megatron.kernels.expert_weights import ExpertWeights
+from flux_megatron.kernels.gemm_a2a import expert_collect
 from flux_megatron.kernels.gluon_versions import Descriptor, Number, Pointer, aggregate
-from flux_megatron.kernels.hopper_expert_config import expert_config
 from flux_megatron.kernels.hopper_handed_tiles import run_roles
 from flux_megatron.kernels.hopper_primitives import complete_tma_stores, uniform
 from flux_megatron.kernels.hopper_routes import Routes, expert_operand, store_clipped

@@ -38,10 +38,10 @@ from flux_megatron.kernels.hopper_epilogue import (
 )
 from flux_megatron.kernels.hopper_ring import mma_layout, new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
-from flux_megatron.kernels.hopper_scales import Scales
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
+from flux_megatron.kernels.hopper_stored_tiles import Scales
 from flux_megatron.kernels.hopper_tile_order import Sizes
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import SplitK, chunk_count, split_last_wave

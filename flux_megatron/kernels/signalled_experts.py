@@ -23,9 +23,8 @@ from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.expert_routes import group_of
-from flux_megatron.kernels.expert_tile import expert_tile, experts_operand
 from flux_megatron.kernels.expert_weights import ExpertWeights
-from flux_megatron.kernels.gemm_tile import store_tile, tile_origin
+from flux_megatron.kernels.gemm_tile import expert_tile, experts_operand, store_tile, tile_origin
 from flux_megatron.kernels.primitives import complete_tma_stores, count_release_sys
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
 from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, first_tile, settle

@@ -33,7 +33,6 @@ from flux_megatron.kernels import (
     hopper_a2a_gemm,
     hopper_ag_gemm,
     hopper_config,
-    hopper_expert_config,
     hopper_gemm_a2a,
     hopper_gemm_rs,
     hopper_signalled_gemm,
@@ -241,7 +240,7 @@ def signalled() -> dict[str, Configuration]:
 def experts() -> dict[str, Configuration]:
     """a2a_gemm, whose rows are kept for backward or not, and gemm_a2a."""
     found = {}
-    tile = hopper_expert_config.TILE
+    tile = hopper_config.LONG
     for layout, dtype in _VARIANTS:
         x, words = memory(8192, 4096, dtype=getattr(torch, dtype)), memory(1)
         w = ExpertWeights(memory(8, 4096, 4096, dtype=x.dtype))
