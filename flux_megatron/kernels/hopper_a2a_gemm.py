@@ -47,12 +47,9 @@ class RoutedRows:
     sizes: Sizes
 
     @gluon.jit
-    def deadline(self):
-        return self.routes.signals.deadline()
-
-    @gluon.jit
-    def none_arrived(self):
-        return self.routes.signals.epoch * 0 - 1  # no slot
+    def begin(self):
+        signals = self.routes.signals
+        return signals.deadline(), signals.epoch * 0 - 1  # no slot
 
     @gluon.jit
     def load_ahead(self, ring, grid, work):

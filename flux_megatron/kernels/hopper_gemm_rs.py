@@ -64,12 +64,8 @@ class AllRows:
     order: object
 
     @gluon.jit
-    def deadline(self):
-        return 0
-
-    @gluon.jit
-    def none_arrived(self):
-        return 0
+    def begin(self):
+        return 0, 0  # it waits for nobody
 
     @gluon.jit
     def load_ahead(self, ring, grid, work):
@@ -102,10 +98,6 @@ class SummedTiles:
     late: Number
     CHUNKS: gl.constexpr
     LAYOUT: gl.constexpr
-
-    @gluon.jit
-    def deadline(self):
-        return self.signals.deadline()
 
     @gluon.jit
     def accumulate(self, ring, grid, work, owner, multiplied, fetched, number):

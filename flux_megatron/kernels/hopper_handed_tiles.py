@@ -31,10 +31,6 @@ class HandedTiles:
     NUM_WARPS: gl.constexpr
 
     @gluon.jit
-    def deadline(self):
-        return 0
-
-    @gluon.jit
     def accumulate(self, ring, grid, work, owner, multiplied, fetched, number):
         ACROSS: gl.constexpr = self.NUM_WARPS // 4
         half: gl.constexpr = gl.NVMMADistributedLayout(

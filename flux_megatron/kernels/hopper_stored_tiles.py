@@ -82,10 +82,6 @@ class StoredTiles:
         )  # fmt: skip
 
     @gluon.jit
-    def deadline(self):
-        return self.signals.deadline()
-
-    @gluon.jit
     def accumulate(self, ring, grid, work, owner, multiplied, fetched, number):
         COLUMNS: gl.constexpr = self.y_desc.block_type.shape[1]
         scale = self.scales.load()
