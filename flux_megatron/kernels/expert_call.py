@@ -15,8 +15,8 @@ from flux_megatron.kernels.hopper_config import Config, common_config
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
 from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.problem import Tile
+from flux_megatron.symm import signals
 from flux_megatron.symm.channel import Call
-from flux_megatron.symm.signals import MAX_COMM_TILES, as_int32
 
 COPY_COLUMNS = 512
 
@@ -28,7 +28,7 @@ def header_bytes(world_size: int, experts: int) -> int:
 
 def experts_per_signal(experts: int) -> int:
     """Slot 0 of a rank announces its counts, the others its rows."""
-    return cdiv(experts, MAX_COMM_TILES - 1)
+    return cdiv(experts, signals.MAX_COMM_TILES - 1)
 
 
 class ExpertCall(NamedTuple):
@@ -51,7 +51,7 @@ class ExpertCall(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        return self.call.rank, as_int32(self.call.epoch), self.call.timeout_ns
+        return self.call.rank, signals.as_int32(self.call.epoch), self.call.timeout_ns
 
     @property
     def groups(self) -> int:

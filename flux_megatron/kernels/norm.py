@@ -184,11 +184,16 @@ def norm_backward(
         norm_backward_kernel, (ctas,), tile, (dy, x, weight, mean, rstd, dx, partials), (M,),
         (x.stride(0), N), ONE_PLUS=one_plus, BIAS=bias, STAGES=tile.num_stages,
     )  # fmt: skip
+    sum_partials(partials, gradients)
+    return dx, gradients
+
+
+def sum_partials(partials: Tensor, total: Tensor) -> None:
+    """partials [sums, CTAs, N] -> total [sums, N]."""
+    sums, ctas, N = partials.shape
     # on CPU few large blocks are cheaper than many
-    block_n = next_power_of_2(N) if x.device.type == "cpu" else 64
+    block_n = next_power_of_2(N) if partials.device.type == "cpu" else 64
     tile = Tile(block_m=32, block_n=min(block_n, 8192), num_warps=4)
     launch_kernel(
-        sum_partials_kernel, (cdiv(N, tile.block_n), len(gradients)), tile, (partials, gradients),
-        sizes=(ctas, N),
-    )  # fmt: skip
-    return dx, gradients
+        sum_partials_kernel, (cdiv(N, tile.block_n), sums), tile, (partials, total), sizes=(ctas, N)
+    )
