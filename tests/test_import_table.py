@@ -68,8 +68,8 @@ TABLE = {
     # Triton's interpreter is written in numpy; compiled kernels never load it.
     # A launch goes into a list of driver calls.
     "kernels": room(
-        "errors problem scaling settings symm.enqueue symm.program symm.recent symm.signals"
-        " versions",
+        "errors problem scaling settings symm.channel symm.enqueue symm.program symm.recent"
+        " symm.signals versions",
         "torch triton",
         lazily="numpy",
     ),

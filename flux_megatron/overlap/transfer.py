@@ -44,15 +44,7 @@ def begin(
     workspace.engine.follow()
     call = workspace.begin(channel, size_bytes, kind)
     if call.region.entries is not None:
-        rank_barrier(
-            pad=call.pads[call.rank],
-            pad_pointers=call.pad_pointers,
-            entries=call.region.entries,
-            status=call.status,
-            rank=call.rank,
-            world_size=call.world_size,
-            timeout_ns=call.timeout_ns,
-        )
+        rank_barrier(call)
     return call
 
 
