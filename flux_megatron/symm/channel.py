@@ -162,12 +162,12 @@ class Channel:
     def begin(self, captured: bool) -> Call:
         """Open the next call."""
         assert not self.open, "a channel has one open call"
-        epoch, region = self._begin_captured() if captured else self.begin_eager()
+        if captured:
+            self.open = True
+            region = self._captured or self._taken()
+            return Call(signals.CAPTURED_EPOCH, self._status.words, region, self)
+        epoch, region = self.begin_eager()
         return Call(epoch, self._status.words, region, self)
-
-    def _begin_captured(self) -> tuple[int, Region]:
-        self.open = True
-        return signals.CAPTURED_EPOCH, self._captured or self._taken()
 
     def _taken(self) -> Region:
         """A region for captured calls. Nothing is made: that would go into the graph."""

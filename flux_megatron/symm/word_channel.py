@@ -49,14 +49,17 @@ class WordChannel(Channel):
     def _counters(self) -> tuple[Tensor, ...]:
         return *super()._counters(), self.epochs, self.work, self.arrivals
 
-    def _begin_captured(self) -> tuple[int, Region]:
-        self.open = self._in_graphs = True
-        return 0, self._regions[0]
+    def begin(self, captured: bool) -> Call:
+        """Open the next call. Its `epoch` is the kernel's to know; here it is 0, and the channel's
+        counts eager calls alone.
+        """
+        assert not self.open, "a channel has one open call"
+        self.open = True
+        self._in_graphs |= captured
+        self.epoch += not captured
+        return Call(0, self._status.words, self._regions[0], self)
 
     def begin_eager(self) -> tuple[int, Region]:
-        """The call's epoch is the kernel's to know; here it is 0, and the channel's counts eager
-        calls alone.
-        """
         self.open = True
         self.epoch += 1
         return 0, self._regions[0]
