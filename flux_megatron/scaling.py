@@ -40,6 +40,11 @@ class Scaling(NamedTuple):
         ]
         return (*scales, *self[2:])
 
+    @property
+    def kind(self) -> Any:
+        """All but the tensors: what kernels are compiled for."""
+        return self._replace(x=None, w=None)  # type: ignore[arg-type]
+
     def product(self) -> Tensor:
         return self.x.reshape(()) * self.w.reshape(())
 

@@ -13,7 +13,7 @@ With one rank this is a plain GEMM.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -143,6 +143,22 @@ def _sizes(
     )  # fmt: skip
 
 
+@lru_cache(maxsize=256)  # made anew they take a call of new sizes 10 us
+def _compiled_for(
+    world_size: int, layout: str, tile: Tile, has_bias: bool, copy_local: bool, k_parts: int,
+    scaling: Scaling | None,
+) -> tuple[Tile, AgConfig]:  # fmt: skip
+    """What one partition multiplies by, and the constants."""
+    groups = warp_groups(tile)
+    partition = replace(tile, num_warps=tile.num_warps // groups)
+    return partition, AgConfig(
+        **common_config(world_size, layout, partition, scaling), BLOCK_N=tile.block_n,
+        Y_BUFFERS=slice_buffers(tile, scaling.out_dtype if scaling else None),
+        HAS_BIAS=has_bias, COPY_LOCAL=copy_local, K_PARTS=k_parts, GROUPS=groups,
+        LEAD=lead(tile),
+    )  # fmt: skip
+
+
 def ag_gemm(
     x: Memory, gathered: Memory, w: Memory, bias: Memory | None, *,
     pad: Memory, status: Memory, partial_counters: Memory, work_words: Memory, rank: int,
@@ -158,14 +174,10 @@ def ag_gemm(
     M, N = gathered.shape[0], w.shape[0] if layout == "nt" else w.shape[1]
     y = x.new_empty(M, N, dtype=result_dtype(x, scaling))
     local_rows = gathered[rank * x.shape[0] :] if copy_local else gathered
-    world_size, groups = M // x.shape[0], warp_groups(tile)
-    partition = replace(tile, num_warps=tile.num_warps // groups)
-    config = AgConfig(
-        **common_config(world_size, layout, partition, scaling), BLOCK_N=tile.block_n,
-        Y_BUFFERS=slice_buffers(tile, scaling.out_dtype if scaling else None),
-        HAS_BIAS=bias is not None, COPY_LOCAL=copy_local, K_PARTS=k_parts, GROUPS=groups,
-        LEAD=lead(tile),
-    )  # fmt: skip
+    world_size = M // x.shape[0]
+    partition, config = _compiled_for(
+        world_size, layout, tile, bias is not None, copy_local, k_parts, scaling and scaling.kind
+    )
     split, sizes = _sizes(x.shape[0], N, x.shape[1], world_size, x.device, tile)
     sums = split.partials * tile.block_m * tile.block_n
     described = hopper_descriptors.described

@@ -19,6 +19,7 @@ arrive.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -226,6 +227,13 @@ class Gathering(NamedTuple):
     epoch: Any
 
 
+@lru_cache(maxsize=256)  # made anew it takes a call of new sizes 10 us
+def _compiled_for(
+    world_size: int, layout: str, tile: Tile, by_sm: bool, chunks: int, scaling: Scaling | None
+) -> RsConfig:
+    return RsConfig(**common_config(world_size, layout, tile, scaling), BY_SM=by_sm, CHUNKS=chunks)
+
+
 def gemm_rs(
     x: Memory, w: Memory, *, parts: Memory, received: Memory, received_pointers: Memory,
     pad_pointers: Memory, pad: Memory, status: Memory, counters: Memory, partial_counters: Memory,
@@ -247,9 +255,7 @@ def gemm_rs(
     block = (tile.block_m, tile.block_n)
     K = x.shape[1]
     chunks = 1 if scaling else chunk_count(world_size, cdiv(K, tile.block_k))
-    config = RsConfig(
-        **common_config(world_size, layout, tile, scaling), BY_SM=by_sm, CHUNKS=chunks
-    )
+    config = _compiled_for(world_size, layout, tile, by_sm, chunks, scaling and scaling.kind)
     split, sizes = _sizes(M_shard, N, K, world_size, x.device, tile)
     sums = split.partials * tile.block_m * tile.block_n
     described = hopper_descriptors.described

@@ -229,7 +229,9 @@ def _block(descriptor) -> tuple:
 
 
 def _device_of(tensors: Sequence) -> int:
-    """The number of the GPU; some tensors, such as pinned ones, may be on the host."""
+    """The number of the GPU; some tensors, such as pinned ones, may be on the host, no slots."""
+    if isinstance(slot := tensors[-1], Slot):
+        return _ON_HOST if slot.device.index is None else slot.device.index
     gpus = (one.device.index for one in tensors if getattr(one, "is_cuda", False))
     return next(gpus, _ON_HOST)
 
