@@ -143,7 +143,7 @@ def _sizes(
     )  # fmt: skip
 
 
-@lru_cache(maxsize=256)  # made anew they take a call of new sizes 10 us
+@lru_cache(maxsize=256)  # a call of new sizes would wait for dataclasses
 def _compiled_for(
     world_size: int, layout: str, tile: Tile, has_bias: bool, copy_local: bool, k_parts: int,
     scaling: Scaling | None,

@@ -227,7 +227,7 @@ class Gathering(NamedTuple):
     epoch: Any
 
 
-@lru_cache(maxsize=256)  # made anew it takes a call of new sizes 10 us
+@lru_cache(maxsize=256)  # a call of new sizes would wait for a dataclass
 def _compiled_for(
     world_size: int, layout: str, tile: Tile, by_sm: bool, chunks: int, scaling: Scaling | None
 ) -> RsConfig:

@@ -260,8 +260,8 @@ class CallProgram:
         return self
 
     def listed(self, lists: Any) -> None:
-        """Lists of C take the place of the steps. A hundred objects a program would be looked at in
-        every full garbage collection.
+        """Lists of C take the place of the steps, whose objects every full garbage collection would
+        look at: programs of each M that a run has seen lately.
         """
         self.lists, self.segments, self._steps = lists, [], []
 
