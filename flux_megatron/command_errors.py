@@ -57,11 +57,8 @@ def missing(module: str, command: str = "") -> str | None:
 def require(command: str, *modules: str) -> None:
     """`BadInput` that names all of the modules which are not installed, and the extra."""
     if lacking := ", ".join(module for module in modules if not _is_there(module)):
-        raise BadInput(f"flux-megatron {command}: {lacking} not installed: {remedy(command)}")
-
-
-def remedy(command: str) -> str:
-    return f"pip install 'flux-megatron[{extra(command)}]'"
+        remedy = f"pip install 'flux-megatron[{extra(command)}]'"
+        raise BadInput(f"flux-megatron {command}: {lacking} not installed: {remedy}")
 
 
 def extra(command: str) -> str:

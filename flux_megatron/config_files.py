@@ -6,11 +6,13 @@ YAML without two surprises of PyYAML's: 1e-4 is a number, and a key given twice 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from flux_megatron.errors import BadInput
 
 
 class _Loader(yaml.SafeLoader):
@@ -57,16 +59,32 @@ def read(file: Path) -> dict[str, Any]:
     return raw
 
 
-def parse_override(text: str, example: str) -> tuple[str, Any]:
-    """`a.b=2` -> ("a.b", 2), the value read as YAML. `ValueError`, with an `example`."""
-    key, equals, value = text.partition("=")
-    key = key.strip()
-    if not equals or not key:
-        raise ValueError(f"{text!r} given, key=value expected, such as {example}")
-    try:
-        return key, yaml.load(value, _Loader)
-    except (yaml.YAMLError, ValueError):  # ValueError: a day that no month has
-        raise ValueError(f"{key}: not YAML: {value!r}") from None
+def overrides(texts: Iterable[str], example: str) -> dict[str, Any]:
+    """What `--set` gives: ["a.b=2"] -> {"a.b": 2}, the values read as YAML. `BadInput`, with an
+    `example`.
+    """
+    found = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise BadInput(f"--set: {text!r} given, key=value expected, such as {example}")
+        try:
+            found[key] = yaml.load(value, _Loader)
+        except (yaml.YAMLError, ValueError):  # ValueError: a day that no month has
+            raise BadInput(f"--set: {key}: not YAML: {value!r}") from None
+    return found
+
+
+def merge(tree: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """`other` upon `tree`; dotted keys are those of mappings."""
+    for name, value in other.items():
+        first, _, rest = str(name).partition(".")
+        value = {rest: value} if rest else value
+        old = tree.get(first)
+        new = isinstance(value, dict)
+        tree[first] = merge(dict(old) if isinstance(old, dict) else {}, value) if new else value
+    return tree
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -89,7 +89,7 @@ def decide(
         space.programs.clear()
     # everything that the checks read; that operands are dense `overlap.operands` has seen to
     key = (
-        pattern, layout, plan, x.shape, x.dtype, x.device, w.shape, w.dtype, w.device,
+        pattern, layout, plan, *x.shape, x.dtype, x.device, *w.shape, w.dtype, w.device,
         None if bias is None else (bias.shape, bias.dtype, bias.device),
         None if scaling is None else scaling.facts,
     )  # fmt: skip
@@ -137,6 +137,7 @@ def _new_decision(
         beside=settings.get().beside == "1",
         out_dtype=str(scaling.out_dtype).removeprefix("torch.") if scaling else "",
         split_accumulator=scaling is not None and scaling.split_accumulator,
+        blockwise=scaling is not None and scaling.blockwise,
     )  # fmt: skip
     if plan and (reason := registry.refusal(problem, plan.strategy, space.unavailable)):
         error = f"{problem}: the plan {plan.dumps()} cannot run: {reason}"

@@ -24,13 +24,15 @@ from flux_megatron.overlap.low_latency import MOST_ROWS
 from flux_megatron.overlap.operands import awaited, is_plain, local, memory
 from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.report import Layers, note_fallback, note_layers
+from flux_megatron.overlap.sequential import blocks_refused
 from flux_megatron.problem import Pattern, Plan
 from flux_megatron.scaling import Scaling, is_fp8
 from flux_megatron.symm.groups import name_of
 
 # with what layers and experts take from rooms below
 __all__ = [
-    "OPERATIONS", "Layers", "all_gather_gemm", "awaited", "differentiable", "gemm_all_reduce",
+    "OPERATIONS", "Layers", "all_gather_gemm", "awaited", "blocks_refused", "differentiable",
+    "gemm_all_reduce",
     "gemm_reduce_scatter", "gemv_all_reduce", "group_named", "guard", "is_plain", "is_traced",
     "local", "local_shards", "note_fallback", "note_layers", "phase", "plan_of", "plan_text",
     "refuse", "refuse_wrappers", "run_ag_gemm", "run_gemm_ar", "run_gemm_rs", "start_gather",
@@ -69,6 +71,11 @@ def all_gather_gemm(
     sees to it that all ranks have one `x_scale`, as TransformerEngine does, which reduces the amax
     of x over the group. `split_accumulator` adds the products up in fp32 registers, TE's
     `use_split_accumulator`.
+
+    Blockwise FP8: scales that are matrices, in TransformerEngine's layout: `x_scale`
+    [K / 128, M / R], one for each row and 128 of K, and `w_scale` [N / R / 128, K / 128], one for
+    128 x 128 of w. Sizes are rounded up, the second ones then to a multiple of 4. `pipelined`
+    overlaps them, and the library multiplies.
     """
     x, w, bias = local_shards(Pattern.AG_GEMM, x, w, bias, group, layout)
     scaled = (x_scale, w_scale, out_dtype, split_accumulator)
@@ -169,7 +176,16 @@ def _scaling(
     """None for a call that names nothing of FP8. `decide` says what one lacks that does."""
     if x_scale is None and w_scale is None and out_dtype is None and not split:
         return None
-    return Scaling(x_scale, w_scale, out_dtype or torch.bfloat16, split)  # type: ignore[arg-type]
+    blockwise = all(isinstance(one, Tensor) and one.numel() > 1 for one in (x_scale, w_scale))
+    dtype, split = out_dtype or torch.bfloat16, split or blockwise
+    return Scaling(x_scale, w_scale, dtype, split, blockwise)  # type: ignore[arg-type]
+
+
+def _dense(scaling: Scaling | None) -> Scaling | None:
+    """With blockwise scales that copy engines can read."""
+    if scaling is None or not scaling.blockwise:
+        return scaling
+    return scaling._replace(x=memory("x_scale", scaling.x), w=memory("w_scale", scaling.w))
 
 
 def _fits(bias: Tensor, w: Tensor, layout: str) -> bool:
@@ -326,11 +342,10 @@ class _Made:
     def __init__(self, result: Tensor) -> None:
         self._result = result
 
-    def complete(self) -> Tensor:
-        return self._result
-
     def finish(self) -> Tensor:
         return self._result
+
+    complete = finish
 
     def close(self) -> None: ...
 
@@ -351,7 +366,7 @@ def run_ag_gemm(
     bias = bias if bias is None else memory("bias", bias)
     decision = decide(Pattern.AG_GEMM, x, w, bias, group, layout, plan, scaling)
     decision.report_fallback()
-    plan, space = decision.plan, decision.workspace
+    plan, space, scaling = decision.plan, decision.workspace, _dense(scaling)
     with decision.guard():
         y = decision.strategy.ag_gemm(x, w, bias, layout, plan, space, consume, scaling)
     decision.count()
@@ -369,7 +384,8 @@ def _reduced(
         return _Made(y) if function.startswith("start") else y
     decision = decide(pattern, x, w, None, group, layout, plan, scaling)
     decision.report_fallback()
-    plan, space, scaled = decision.plan, decision.workspace, (scaling,) if scaling else ()
+    scaled = (_dense(scaling),) if scaling else ()
+    plan, space = decision.plan, decision.workspace
     with decision.guard():
         made = getattr(decision.strategy, function)(x, w, layout, plan, space, *scaled)
     decision.count()

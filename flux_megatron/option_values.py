@@ -73,8 +73,12 @@ def folder(option: str, path: Path) -> None:
         ) from None
 
 
-def file(option: str, path: Path) -> None:
-    """The file `path` can be written; its folder is made. What is in it stays."""
+def json_target(path: Path) -> None:
+    """`--json` names a file that can be written, or - for stdout. Its folder is made; what is in it
+    stays.
+    """
+    if path == STDOUT:
+        return
     try:
         new = not path.exists()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,14 +87,15 @@ def file(option: str, path: Path) -> None:
             path.unlink()
     except OSError as error:
         raise BadInput(
-            f"{option} {path}: {_reason(error)}; a file that can be written expected"
+            f"--json {path}: {_reason(error)}; a file that can be written expected"
         ) from None
 
 
-def json_target(path: Path) -> None:
-    """`--json` names a file that can be written, or - for stdout."""
-    if path != STDOUT:
-        file("--json", path)
+def replace(path: Path, text: str) -> None:
+    """Atomically: who reads meanwhile sees the old file or the new one."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    os.replace(partial, path)
 
 
 def write_json(path: Path, values: Any) -> None:

@@ -27,7 +27,6 @@ class PatternSpec:
     dgrad needs no communication.
     """
 
-    title: str
     dual: str = ""
     gathers: bool = False
     reduces: bool = False
@@ -62,9 +61,9 @@ class Pattern(str, Enum):
 
 
 _SPECS = {
-    Pattern.AG_GEMM: PatternSpec("AG+GEMM", "gemm_rs", gathers=True),
-    Pattern.GEMM_RS: PatternSpec("GEMM+RS", "ag_gemm", reduces=True, scatters=True),
-    Pattern.GEMM_AR: PatternSpec("GEMM+AR", reduces=True),
+    Pattern.AG_GEMM: PatternSpec("gemm_rs", gathers=True),
+    Pattern.GEMM_RS: PatternSpec("ag_gemm", reduces=True, scatters=True),
+    Pattern.GEMM_AR: PatternSpec(reduces=True),
 }
 
 # the forward of Megatron's layers under sequence parallelism

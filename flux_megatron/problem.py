@@ -23,7 +23,8 @@ class Problem:
     name without the prefix. With `beside` other kernels share the GPU while the call runs.
 
     `dtype` is that of x. FP8 operands have scales and an `out_dtype`, "" for that of x; their w is
-    always float8_e4m3fn. `split_accumulator` adds their products up in fp32 registers.
+    always float8_e4m3fn. `split_accumulator` adds their products up in fp32 registers, `blockwise`
+    with a scale for each 128 of K.
     """
 
     pattern: Pattern
@@ -37,12 +38,13 @@ class Problem:
     beside: bool = False
     out_dtype: str = ""
     split_accumulator: bool = False
+    blockwise: bool = False
 
     @staticmethod
     def of_operands(
         pattern: Pattern, rows: int, N_local: int, K_local: int, dtype: str, world_size: int,
         layout: str, device: str, beside: bool = False, out_dtype: str = "",
-        split_accumulator: bool = False,
+        split_accumulator: bool = False, blockwise: bool = False,
     ) -> Problem:  # fmt: skip
         """The problem whose operands on one rank are x [rows, K_local] and w [N_local, K_local]."""
         spec = pattern.spec
@@ -51,7 +53,7 @@ class Problem:
         K = K_local * world_size if spec.reduces else K_local
         return Problem(
             pattern, M, N, K, dtype, world_size, layout, device, beside, out_dtype,
-            split_accumulator,
+            split_accumulator, blockwise,
         )  # fmt: skip
 
     @property
@@ -99,6 +101,7 @@ class Problem:
     def __str__(self) -> str:
         result = f"to {self.out_dtype} " if self.scaled else ""
         result += "with a split accumulator " * self.split_accumulator
+        result += "and blockwise scales " * self.blockwise
         return (
             f"{self.pattern} M={self.M} N={self.N} K={self.K} {self.layout} {self.dtype} {result}"
             f"over {self.world_size} ranks on {self.device}" + ", beside others" * self.beside

@@ -11,19 +11,23 @@ from torch.nn import Parameter
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MULTIPLE = 16  # elements: whole 16-byte units of a row for TMA, and what cuBLASLt takes
+BLOCK = 128  # elements along K that share a scale, in w as many rows too, of blockwise scales
+PADDING = 4  # the multiple to which rows of scales are padded, as cuBLASLt has it
 
 
 class Scaling(NamedTuple):
     """What turns the sums of FP8 products into the result: real value = stored value * scale.
 
     The scales are float32 tensors of one element on the device of the operands, so that the host
-    never waits for them. A caller may have left one out: nothing reads them before `error` has.
+    never waits for them; `blockwise`, of the shapes of `block_shapes`. A caller may have left one
+    out: nothing reads them before `error` has.
     """
 
     x: Tensor
     w: Tensor
     out_dtype: torch.dtype
     split_accumulator: bool
+    blockwise: bool = False
 
     @property
     def facts(self) -> tuple:
@@ -34,10 +38,44 @@ class Scaling(NamedTuple):
             else type(one)
             for one in (self.x, self.w)
         ]
-        return (*scales, self.out_dtype, self.split_accumulator)
+        return (*scales, *self[2:])
+
+    @property
+    def kind(self) -> Any:
+        """All but the tensors: what kernels are compiled for."""
+        return self._replace(x=None, w=None)  # type: ignore[arg-type]
 
     def product(self) -> Tensor:
         return self.x.reshape(()) * self.w.reshape(())
+
+
+def block_shapes(rows: int, N: int, K: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of the blockwise scales of x [rows, K] and of w [N, K], as TransformerEngine makes them. x
+    has one for each row and BLOCK elements of K. They are stored transposed, so that those of the
+    rows of a tile are neighbours. w has one for each BLOCK x BLOCK.
+    """
+    blocks = -(-K // BLOCK)
+    return (blocks, _padded(rows)), (-(-N // BLOCK), _padded(blocks))
+
+
+def _padded(count: int) -> int:
+    return -(-count // PADDING) * PADDING
+
+
+def dequantized(x: Tensor, w: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
+    """The real values in fp32, of operands with blockwise scales."""
+    (rows, K), N = x.shape, len(w)
+    of_x = scaling.x[:, :rows].t().repeat_interleave(BLOCK, 1)[:, :K]
+    of_w = scaling.w.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:N, :K]
+    return x.float() * of_x, w.float() * of_w
+
+
+def scales_of(matrices: Tensor, K: int, rows: slice) -> Tensor:
+    """The blockwise scales of one GEMM's x: these rows of each matrix of them, one behind another.
+    A copy, but for all rows of one matrix: cuBLASLt takes no scales with gaps.
+    """
+    shards = matrices.view(-1, -(-K // BLOCK), matrices.shape[-1])[..., rows]
+    return shards.transpose(0, 1).flatten(1).contiguous()
 
 
 def is_fp8(tensor: Tensor) -> bool:
@@ -68,9 +106,13 @@ def error(x: Tensor, w: Tensor, scaling: Scaling | None, layout: str) -> str | N
             f"{dtypes} with x_scale, w_scale, out_dtype or split_accumulator, x float8_e4m3fn or "
             "float8_e5m2 and w float8_e4m3fn expected"
         )
-    for name, scale in (("x_scale", scaling.x), ("w_scale", scaling.w)):
-        if reason := _scale_error(scale, x.device):
-            return f"{name} {reason} given, a float32 tensor of one element on {x.device} expected"
+    shapes: Any = (None, None)
+    if scaling.blockwise:
+        shapes = block_shapes(len(x), *w.shape)
+    for name, scale, shape in zip(("x_scale", "w_scale"), scaling[:2], shapes, strict=True):
+        if reason := _scale_error(scale, x.device, shape):
+            wanted = "of one element" if shape is None else f"{list(shape)}"
+            return f"{name} {reason} given, a float32 tensor {wanted} on {x.device} expected"
     if scaling.out_dtype not in OUT_DTYPES:
         return f"out_dtype {scaling.out_dtype} given, one of {[*OUT_DTYPES]} expected"
     if layout != "nt":
@@ -84,12 +126,15 @@ def error(x: Tensor, w: Tensor, scaling: Scaling | None, layout: str) -> str | N
     return None
 
 
-def _scale_error(scale: Tensor | None, device: torch.device) -> str | None:
-    """What was given in place of a scale, or None."""
+def _scale_error(
+    scale: Tensor | None, device: torch.device, shape: tuple[int, int] | None
+) -> str | None:
+    """What was given in place of a scale, or None. `shape` None: of any with one element."""
     if scale is None or not isinstance(scale, Tensor):
         return repr(scale)
     if type(scale) not in (Tensor, Parameter) or scale.layout is not torch.strided:
         return f"of the type {type(scale).__qualname__} and the layout {scale.layout}"
-    if scale.numel() != 1 or scale.dtype is not torch.float32 or scale.device != device:
+    fits = scale.numel() == 1 if shape is None else scale.shape == shape
+    if not fits or scale.dtype is not torch.float32 or scale.device != device:
         return f"{list(scale.shape)} {str(scale.dtype)[6:]} on {scale.device}"
     return None

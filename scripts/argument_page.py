@@ -20,18 +20,22 @@ HEAD = """# Arguments of Megatron-LM beside `--flux-overlap`
 Written by `python scripts/argument_page.py` from
 `flux_megatron/integration/arguments.tsv`; change that file.
 [Use in Megatron](megatron.md#what-is-refused-before-the-run-starts) says what happens when
-an argument is not at its default. An argument that is not in the table is untried.
-
-Releases: those whose parsers have the argument, `main` is d98e8a64.
+an argument is not at its default. Releases: those whose parsers have the argument, `main` is
+d98e8a64.
 """
 TABLE = "## {}\n\n| argument | reason | releases |\n| --- | --- | --- |"
 # collapsed on the site and on code hosts
-FOLDED = """## {}
+FOLDED = """## Supported
 
 <details markdown="1"><summary>All {}</summary>
 
-| {} | arguments (releases, if not all) |
+| test | arguments (releases, if not all) |
 | --- | --- |"""
+HARMLESS = """## Harmless
+
+Other code than our layers reads {} arguments: data, optimizer, logs, checkpoints.
+`arguments.tsv` lists each with what reads it. An argument that is not in that file is untried.
+"""
 
 
 def options_by_release() -> dict[str, frozenset[str]]:
@@ -54,12 +58,12 @@ def page() -> str:
         lines.append(TABLE.format(kind.capitalize()))
         lines += [f"| `{r.option}` | {r.because} | {_releases(r.option)} |" for r in of_class[kind]]
         lines[-1] += "\n"
-    for kind, what in (("supported", "test"), ("harmless", "what reads it")):
-        lines.append(FOLDED.format(kind.capitalize(), len(of_class[kind]), what))
-        for why, names in _grouped(of_class[kind]):
-            shown = f"`{why.partition('/')[2] or why}`" if kind == "supported" else why
-            lines.append(f"| {shown} | {names} |")
-        lines.append("\n</details>\n")
+    lines.append(FOLDED.format(len(of_class["supported"])))
+    lines += [
+        f"| `{test.partition('/')[2] or test}` | {names} |"
+        for test, names in _grouped(of_class["supported"])
+    ]
+    lines += ["\n</details>\n", HARMLESS.format(len(of_class["harmless"]))]
     return "\n".join(lines)
 
 

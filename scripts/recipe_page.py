@@ -38,8 +38,9 @@ SMALL = {"--tensor-model-parallel-size": "2", "--expert-model-parallel-size": "2
          "--num-experts": "4", "--moe-router-topk": "2"}  # fmt: skip
 HEAD = """# Launches that people run
 
-Written by `python scripts/recipe_page.py` from `scripts/recipes.tsv`; change that file. The
-verdict is what this version says to a launch with these arguments, on GPUs with TransformerEngine.
+Written by `python scripts/recipe_page.py` from `scripts/recipes.tsv`, whose words
+`scripts/recipe_words.tsv` turns into arguments; change those files. The verdict is what this
+version says to a launch with these arguments, on GPUs with TransformerEngine.
 `flux_megatron.enable()` and `replace()` look at fields of the same names in a configuration.
 
 - *runs*: nothing is refused. Dense linear layers are ours, or TransformerEngine's with our
@@ -51,31 +52,21 @@ verdict is what this version says to a launch with these arguments, on GPUs with
 `tests/launch/test_recipe_launches.py` runs these arguments on CPU, TP 2, in small widths, without
 pipeline stages and grouped GEMMs. *By option*: [tests](arguments.md#supported) show the options,
 none shows all of them together. *Nothing shows*: the model is of another kind or built by a
-specification of its own, or has adapters of Megatron-Bridge. Packed sequences are no argument:
-tests of `enable` have them, on CPU. No recipe ran in its own size; [Support](support.md) has what
-ran on GPUs.
+specification of its own, or has adapters of Megatron-Bridge. Tests of `enable` have packed
+sequences, on CPU. No recipe ran in its own size; [Support](support.md) has what ran on GPUs.
 
 The facts are those of the projects' repositories: Megatron-Bridge (every recipe for H100 under
-`perf_recipes` with TP above 1; names without `_h100` and `_config`), NeMo-RL, SkyRL and ms-swift of
-2026-08-22, slime of 2026-08-21, verl of 2026-01-29. Of the last five it is a choice of examples.
-Widths, numbers of experts, routers' top-k and ties of embeddings are those that models of these
-names are known for; they were not read there.
-Userbuffers (`tp_comm`) are left out: `--flux-overlap` stands in their place. *SP* is sequence
+`perf_recipes` with TP above 1; names without `_h100` and `_config`), and examples of NeMo-RL, SkyRL
+and ms-swift of 2026-08-22, slime of 2026-08-21, verl of 2026-01-29. Widths, numbers of experts,
+routers' top-k and ties of embeddings are those that models of these names are known for, not read
+there.
+Userbuffers (`tp_comm`) are left out: `--flux-overlap` takes their place. *SP* is sequence
 parallelism; *fp8* has one scale a tensor, *fp8block* one a block.
 """
 TABLE = """## {}
 
 | recipe | model | GPUs: TP x PP x CP x EP | precision, other facts | verdict | tried |
 | --- | --- | --- | --- | --- | --- |"""
-FOLDED = """
-<details markdown="1"><summary>Arguments of each</summary>
-
-```
-{}
-```
-
-</details>
-"""
 
 
 def read(name: str) -> list[dict[str, str]]:
@@ -142,12 +133,7 @@ def page() -> str:
     lines = [HEAD]
     for project in dict.fromkeys(row["project"] for row in ROWS):
         here = [row for row in ROWS if row["project"] == project]
-        lines += [TABLE.format(project), *map(_line, here)]
-        lines.append(
-            FOLDED.format(
-                "\n".join(f"{row['recipe']}:\n  {' '.join(command(row))}" for row in here)
-            )
-        )
+        lines += [TABLE.format(project), *map(_line, here), ""]
     return "\n".join(lines)
 
 

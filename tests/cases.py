@@ -12,8 +12,9 @@ from ranks import DEVICE
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron import ops, reference
+from flux_megatron import ops
 from flux_megatron.kernels.hopper_config import DEEP, LOW, TILES
+from flux_megatron.lab import reference
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Tile
 

@@ -11,9 +11,8 @@ from closeness import assert_exact, assert_sums_exact, small_integers
 from ranks import DEVICE, here
 from torch import Tensor
 
-from flux_megatron import reference
-from flux_megatron.nn.all_reduced import local_linear
-from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
+from flux_megatron.lab import reference
+from flux_megatron.nn.functions import column_parallel_linear, local_linear, row_parallel_linear
 from flux_megatron.symm.workspace import workspace
 
 

@@ -93,7 +93,7 @@ def tidy(rank: int) -> int:
     dist.barrier()
     forget()
     reset_report()
-    plan_cache._opened.cache_clear()
+    plan_cache.opened.cache_clear()
     device.copy_engine.cache_clear()  # which engine it is, a setting says
     device.communication_stream.cache_clear()
     gc.collect()

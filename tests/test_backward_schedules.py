@@ -15,9 +15,9 @@ from ranks import DEVICE, FUSED, here, on_device_ranks
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron import errors, reference
-from flux_megatron.nn import all_reduced
-from flux_megatron.nn.all_reduced import local_linear
+from flux_megatron import errors, ops
+from flux_megatron.lab import reference
+from flux_megatron.nn.functions import local_linear, row_linear
 from flux_megatron.overlap import fused, pipelined, registry, sequential
 from flux_megatron.problem import Pattern
 from flux_megatron.symm.workspace import workspace
@@ -157,7 +157,7 @@ def test_layers_of_whole_tokens(rank, strategy, rows):
         assert_exact(w.grad, made.dw[rank])
         assert_exact(bias.grad, made.db[rank])
         x, w, _ = mine(made, rank)
-        y = all_reduced.row_linear(x, w, group=group)
+        y = row_linear(x, w, group=group)
         partials = [reference.matmul(*one).to(dtype) for one in zip(made.x, made.w, strict=True)]
         assert_exact(y, torch.stack(partials).sum(0))
         y.backward(made.dy[rank].to(DEVICE))  # its own on each rank: dx and dw sum nothing
@@ -177,7 +177,7 @@ def test_wgrad_hides_the_all_reduce(rank):
     made = layer("local", group.size(), torch.float32, (3, 4), 7, 9, False)
     x, w, _ = mine(made, rank)
     order: list[str] = []
-    start = all_reduced.ops.start_gemm_ar
+    start = ops.start_gemm_ar
 
     def noted(*given, **options):
         order.append("start")
@@ -188,7 +188,7 @@ def test_wgrad_hides_the_all_reduce(rank):
         order.append("wgrad")
         return dy.t() @ x
 
-    all_reduced.ops.start_gemm_ar = noted
+    ops.start_gemm_ar = noted
     y = local_linear(x, w, None, allreduce_group=group, wgrad=wgrad)
     y.backward(made.dy[rank].to(DEVICE))
     assert order == ["start", "wgrad", "finish"]

@@ -10,12 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
+from bench_run import run_here
 from ranks import DEVICE, on_cpu_ranks, run_ranks
 
 from flux_megatron.embedding import operation
 from flux_megatron.expert_parallel import call, fused, ops
-from flux_megatron.lab.bench import provenance
 from flux_megatron.lab.bench.operations import (
     embedding_all_to_all,
     expert_all_to_all,
@@ -24,26 +23,18 @@ from flux_megatron.lab.bench.operations import (
 )
 from flux_megatron.lab.bench.operations.expert_all_to_all import SMALL, Work
 from flux_megatron.lab.bench.options import OperationOptions
-from flux_megatron.lab.bench.table_run import Run
 
 # with a GPU the kernels are compiled in this process, and do not take tensors of the CPU
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="needs interpreted kernels")
 
 
-def _run(out: Path | None = None) -> Run:
-    device, group = torch.device("cpu"), dist.group.WORLD
-    about = provenance.describe(device, group.size(), torch.float32, 1, False, "none")
-    return Run(group, device, about, out)
-
-
 def measured(rank: int, names: tuple[str, ...], out: Path) -> None:
-    options = OperationOptions(names, str(out), only="", rounds=2, device="cpu")
+    options = OperationOptions(names, out=str(out), rounds=2, device="cpu")
     with (
         mock.patch.object(gemv_all_reduce, "CALLS", 1),
-        mock.patch.dict(gemv_all_reduce.EPOCHS, cpu=6),
         mock.patch.dict(gemv_all_reduce.SIZES, {"one": (2048, 4096)}, clear=True),
     ):
-        worker.measure(_run(out), options)
+        worker.measure(run_here(out), options)
 
 
 def rows_of(out: Path) -> list[dict]:
@@ -53,8 +44,7 @@ def rows_of(out: Path) -> list[dict]:
 def test_rows_of_few_rows(tmp_path):
     out = tmp_path / "rows.jsonl"
     run_ranks(measured, 2, ("gemv_all_reduce",), out)
-    epochs, *rows = rows_of(out)
-    assert (epochs["epochs"], epochs["wrong"]) == (6, 0)
+    rows = rows_of(out)
     names = [(row["case"], row["M"], row["candidate"].split()[0]) for row in rows]
     cases = [("one", 1), ("one", 4), ("all-reduce alone", 6)]
     assert names == [(*case, name) for case in cases for name in ("mm", "mm", "low_latency")]
@@ -70,7 +60,7 @@ def test_rows_of_embeddings(tmp_path):
     assert seen == [*product(dtypes, directions, embedding_all_to_all.NAMES)]
 
 
-def shifted(rank: int) -> int:
+def shifted(rank: int, out: Path) -> str:
     """One result of rank 1 is off by one."""
     results = []
     call = gemv_all_reduce.ops.gemm_all_reduce
@@ -79,13 +69,20 @@ def shifted(rank: int) -> int:
         results.append(call(*given, **options))
         return results[-1] + (rank == 1 and len(results) == 3)
 
-    with mock.patch.object(gemv_all_reduce.ops, "gemm_all_reduce", off_by_one):
-        return gemv_all_reduce.wrong_elements(_run(), 6)
+    with (
+        mock.patch.object(gemv_all_reduce.ops, "gemm_all_reduce", off_by_one),
+        pytest.raises(ArithmeticError) as error,
+    ):
+        measured(rank, ("gemv_all_reduce",), out)
+    return str(error.value)
 
 
-def test_a_wrong_result_of_few_rows_is_counted_on_all_ranks():
-    first, second = run_ranks(shifted, 2)
-    assert first == second > 0
+def test_few_rows_that_are_wrong_have_no_times(tmp_path):
+    first, second = run_ranks(shifted, 2, tmp_path / "rows.jsonl")
+    assert first == second
+    assert first.startswith("gemv_all_reduce, one, M = 1, N = 8, K = 16: low_latency")
+    assert "call 2: rank 1: ArithmeticError: 8 of 8 elements of y are wrong" in first
+    assert not (tmp_path / "rows.jsonl").exists()
 
 
 def halved(rank: int, out: Path) -> str:
@@ -103,20 +100,15 @@ def halved(rank: int, out: Path) -> str:
 
 def test_a_wrong_embedding_has_no_times(tmp_path):
     first, second = run_ranks(halved, 2, tmp_path / "rows.jsonl")
-    assert first == "embedding_all_to_all: wrong on another rank"
-    assert "elements are wrong" in second
+    assert first == second
+    assert "fused, call 0: rank 1: ArithmeticError: " in first
+    assert "elements of y are wrong" in first
     assert not (tmp_path / "rows.jsonl").exists()
 
 
-def test_options_survive_the_way_to_the_ranks():
-    given = OperationOptions(("gemv_all_reduce",), "rows.jsonl", "proj", time_limit_s=3.0)
-    assert OperationOptions.loads(given.dumps()) == given
-
-
 def _of_experts(rank: int, rows: list) -> list[dict]:
-    run = _run()
+    run = run_here()
     run.row = lambda table, **values: rows.append({"table": table, **values})
-    assert not expert_all_to_all.verify(run)
     expert_all_to_all.measure(run, replace(SMALL[0], tokens=8), 2)
     return rows
 
@@ -141,7 +133,7 @@ def test_rows_of_all_candidates():
 @on_cpu_ranks(2)
 def test_the_baseline_computes_the_same(rank):
     """The baseline computes what is timed beside it, backward too."""
-    run = _run()
+    run = run_here()
     work = Work(replace(SMALL[0], tokens=8), run)
     known, plan = work.known, work.plans["fused"]
     x, w, z, v = (one.requires_grad_() for one in (work.x, work.w, work.z, work.v))
@@ -167,8 +159,8 @@ def test_the_baseline_computes_the_same(rank):
 def test_a_wrong_gradient_is_not_of_experts(rank):
     made = ops.weight_gradient
     ops.weight_gradient = lambda *rows: made(*rows) + 1
-    text = expert_all_to_all.verify(_run())
-    assert "elements of dw are wrong" in text
+    with pytest.raises(ArithmeticError, match="elements of dw are wrong"):
+        expert_all_to_all.measure(run_here(), SMALL[0], 1)
 
 
 @on_cpu_ranks(2)
@@ -177,11 +169,13 @@ def test_a_wrong_result_is_not_of_experts(rank, tmp_path):
     out = tmp_path / "rows.jsonl"
     made = fused.a2a_gemm_kernels.a2a_gemm
     fused.a2a_gemm_kernels.a2a_gemm = lambda *operands, **more: made(*operands, **more) + rank
-    options = OperationOptions(("expert_all_to_all",), str(out), device="cpu")
+    options = OperationOptions(("expert_all_to_all",), out=str(out), device="cpu")
     with pytest.raises(ArithmeticError) as error:
-        worker.measure(_run(out), options)
-    assert str(error.value).startswith("expert_all_to_all: fused, 3 experts of 24 x 16: ")
-    assert "elements of hidden are wrong on rank 1" in str(error.value)
+        worker.measure(run_here(out), options)
+    case = f"expert_all_to_all, {SMALL[0]}: fused, call 0: "
+    assert str(error.value).startswith(case)
+    of_rank_1 = str(error.value).partition("rank 1: ")[2]
+    assert "elements of hidden are wrong" in of_rank_1
     assert not out.exists()
 
 
@@ -190,7 +184,8 @@ def test_a_wrong_result_is_not_of_experts(rank, tmp_path):
 def test_every_strategy_is_verified(rank, wrong):
     strategy = call.STRATEGIES[wrong]
     right = strategy.gemm_a2a
-    with mock.patch.object(strategy, "gemm_a2a", lambda *given: right(*given) + 1):
-        text = expert_all_to_all.verify(_run())
-    assert text.startswith(wrong)
-    assert "elements of y are wrong" in text
+    with (
+        mock.patch.object(strategy, "gemm_a2a", lambda *given: right(*given) + 1),
+        pytest.raises(ArithmeticError, match=f"{wrong}, .*elements of y are wrong"),
+    ):
+        expert_all_to_all.measure(run_here(), SMALL[0], 1)

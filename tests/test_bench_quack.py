@@ -11,9 +11,10 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from bench_run import run_here
 from ranks import DEVICE, on_cpu_ranks
 
-from flux_megatron.lab.bench import provenance, records, runner, suites
+from flux_megatron.lab.bench import records, runner, suites
 from flux_megatron.lab.bench.competitors import quack
 from flux_megatron.lab.bench.competitors.quack import TILES, Quack, Tile
 from flux_megatron.lab.bench.forward import Forward
@@ -88,11 +89,8 @@ def of_case(pattern="ag_gemm", M=512):
 
 def _rows(case, competitors=None):
     """The rows of a tiny race in which only quack takes part."""
-    options = Options((case.suite,), (case.pattern,), (case.M,), "", ("quack",))
-    about = provenance.describe(CPU, 2, torch.float32, 512, False, "none")
-    those = competitors or {Quack(): None}
-    given = runner.measure(case, options, dist.group.WORLD, CPU, torch.float32, those, about)
-    (rows,) = given
+    options = Options((case.suite,), (case.pattern,), (case.M,), ("quack",), out="")
+    (rows,) = runner.measure(case, options, run_here(scale=512), competitors or {Quack(): None})
     return {row.candidate: row for row in rows}
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
+import math
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from bench_run import rows_of, run_here
 from races import agreed
 from ranks import DEVICE, on_cpu_ranks, run_ranks
 
@@ -107,10 +112,16 @@ def test_a_strategy_of_backward_is_the_one_that_runs(rank):
         assert {strategy for _, strategy in report().calls} == {name}
 
 
-def _run(rank, options):
-    shown = []
-    runner.run(options, dist.group.WORLD, CPU, lambda case, rows: shown.append(case))
-    return shown
+def _run(rank, options, seconds=math.inf):
+    """What is printed."""
+    run = replace(run_here(Path(options.out), options.scale), end_s=time.monotonic() + seconds)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runner.measure_all(options, run)
+    return printed.getvalue()
+
+
+def case_of(row):
+    return row.suite, row.pattern, row.op, row.M
 
 
 def options(file, **changed):
@@ -126,17 +137,18 @@ def measured(tmp_path_factory):
     """Rows of a tiny run of everything."""
     file = tmp_path_factory.mktemp("bench") / "rows.jsonl"
     shown, silent = run_ranks(_run, 2, options(file))
-    assert shown == options(file).cases()
+    cases = options(file).cases()
+    assert [shown.index(f"{n} of {len(cases)}: {case}: gemm ") for n, case in enumerate(cases, 1)]
     assert not silent
     return file
 
 
 @interpreted
 def test_every_candidate_of_every_case_has_a_row(measured):
-    rows = records.load(measured)
+    rows = rows_of(measured)
     by_case = {}
     for row in rows:
-        by_case.setdefault(row.case, {})[row.candidate] = row
+        by_case.setdefault(case_of(row), {})[row.candidate] = row
     assert [*by_case] == [(c.suite, c.pattern, c.op, c.M) for c in options("").cases()]
     for (_, pattern, _, _), group in by_case.items():
         expected = {"gemm", "ours_gemm", "gemm_again"}
@@ -152,9 +164,9 @@ def test_every_candidate_of_every_case_has_a_row(measured):
 
 @interpreted
 def test_rows_tell_where_they_come_from(measured):
-    rows = records.load(measured)
-    assert len({row.provenance for row in rows}) == 1
-    where = rows[0].provenance
+    rows = rows_of(measured)
+    assert len({row.run for row in rows}) == 1
+    where = rows[0]
     assert (where.world_size, where.dtype, where.scale, where.gpu) == (2, "float32", 512, "cpu")
     assert (where.torch, where.nvls) == (torch.__version__, "off")
     plans = [row.plan for row in rows if row.candidate == "fused" and row.pattern == "gemm_rs"]
@@ -169,8 +181,24 @@ def test_rows_tell_where_they_come_from(measured):
 def test_chosen_candidates_and_their_baselines(tmp_path):
     file = tmp_path / "rows.jsonl"
     run_ranks(_run, 2, options(file, patterns=("ag_gemm",), candidates=("pipelined",)))
-    names = {row.candidate for row in records.load(file)}
+    names = {row.candidate for row in rows_of(file)}
     assert names == {"gemm", "ours_gemm", "serial", "serial_again", "pipelined"}
+
+
+@interpreted
+def test_every_plan_of_a_shape(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    patterns = ("ag_gemm", "gemm_rs", "gemm_ar")
+    shapes = tuple(f"{pattern} 4x6x8" for pattern in patterns)
+    run_ranks(_run, 2, options(file, shapes=shapes, all_plans=True, candidates=("auto",)))
+    rows = rows_of(file)
+    cases = [(row.pattern, row.M, row.N_local, row.K_local) for row in rows]
+    assert [*dict.fromkeys(cases)] == [(pattern, 4, 6, 8) for pattern in patterns]
+    for pattern in patterns:
+        plans = [row for row in rows if row.pattern == pattern and " " in row.candidate]
+        strategies = {row.plan["strategy"] for row in plans}
+        assert strategies >= {"fused", "low_latency"}
+        assert all(row.status == records.OK and row.efficiency is not None for row in plans)
 
 
 @interpreted
@@ -179,11 +207,13 @@ def test_a_case_beside_others_too(tmp_path, monkeypatch):
     monkeypatch.setenv("FLUX_MEGATRON_CACHE", str(tmp_path))
     asked = options(file, patterns=("ag_gemm",), candidates=("auto", "pipelined"), beside=True)
     shown, _ = run_ranks(_run, 2, asked)
-    assert shown == [case for case in asked.cases() for _ in range(2)]
-    rows = records.load(file)
+    heads = [line.partition(": gemm ")[0] for line in shown.splitlines() if " of 4: " in line]
+    cases = [f"{number} of 4: {case}" for number, case in enumerate(asked.cases(), start=1)]
+    assert heads == [case + beside for case in cases for beside in ("", ", beside")]
+    rows = rows_of(file)
     alone, beside = ({}, {})
     for row in rows:
-        (beside if row.beside else alone).setdefault(row.case, {})[row.candidate] = row
+        (beside if row.beside else alone).setdefault(case_of(row), {})[row.candidate] = row
     assert [*alone] == [*beside]
     assert len(rows) == sum(len(group) for group in [*alone.values(), *beside.values()])
     for key, group in alone.items():
@@ -203,7 +233,7 @@ def test_a_case_beside_others_too(tmp_path, monkeypatch):
 @interpreted
 def test_no_case_is_started_when_the_time_is_up(tmp_path):
     file = tmp_path / "rows.jsonl"
-    assert run_ranks(_run, 2, options(file, time_limit_s=0)) == [[], []]
+    assert run_ranks(_run, 2, options(file), -1) == ["", ""]
     assert not file.exists()
 
 
@@ -217,7 +247,7 @@ def test_the_command_starts_its_ranks(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "auto" in done.stdout
-    assert len(records.load(file)) == 4 * 6
+    assert len(rows_of(file)) == 4 * 6
 
 
 def test_multicast_has_to_be_forbidden_to_every_library(monkeypatch):

@@ -20,7 +20,8 @@ from flux_megatron.kernels.signalled_gemm import Band
 from flux_megatron.overlap import signalled
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import call_log, recent
-from flux_megatron.symm.channel import Channel, Region, rounded
+from flux_megatron.symm.buffer import Region
+from flux_megatron.symm.channel import Channel, rounded
 from flux_megatron.symm.recent import Recent
 from flux_megatron.symm.word_channel import WordChannel
 from flux_megatron.symm.workspace import SHAPES, workspace

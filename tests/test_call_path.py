@@ -63,7 +63,7 @@ if ON_HOPPER:
 # has.
 BESIDE = {
     "kernels/launch", "kernels/triton_launch", "kernels/hopper_descriptors", "kernels/sizes",
-    "kernels/hopper_config", "kernels/split_k",
+    "kernels/hopper_config", "kernels/split_k", "kernels/few_rows",
     "overlap/operands", "overlap/phase", "overlap/report", "scaling",
 }  # fmt: skip
 

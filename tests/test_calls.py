@@ -67,7 +67,7 @@ class Kernel:
 
 
 COMPILED = Compiled()
-LAUNCHER: list[triton_launch.Launcher] = []
+KERNEL: list[Kernel] = []
 
 
 class Channel:
@@ -147,7 +147,10 @@ def kernel_call(p: CallProgram) -> Slot:
     p.copy(channel.peer(0, 16), p.x[1:])
     y = p.x.new_empty(2 * M, N)
     region = channel.region((M, K), p.x.dtype)
-    LAUNCHER[0]((p.x, y, region, channel.fixed("status")), (2, channel.epoch))
+    triton_launch.launch_kernel(
+        KERNEL[0], (3,), Tile(group_m=5, num_warps=4),
+        (p.x, y, region, channel.fixed("status")), (2, channel.epoch), (64,),
+    )  # fmt: skip
     p.move("signal", channel.signal(0, 0, 3), channel.epoch)
     p.move("join")
     return y
@@ -169,7 +172,7 @@ def gemms(p: CallProgram) -> Slot:
     p.turn(region)
     p.move("copy_here", always(70), p.x.operand, always(8))
     p.move("join")
-    p.held.append(p.x)
+    p.held += (p.x,)
     return y
 
 
@@ -188,7 +191,7 @@ def space(driver, monkeypatch) -> Space:
     monkeypatch.setattr(Tensor, "record_stream", lambda one, stream: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: CALLERS)
     BEFORE_GEMM[0] = lambda: None
-    LAUNCHER[:] = [triton_launch.Launcher(Kernel(), (3,), Tile(group_m=5, num_warps=4), (64,))]
+    KERNEL[:] = [Kernel()]
     DRIVER[:] = [driver]
     driver.expect_parameters(FUNCTION, *Compiled.SIZES)
     monkeypatch.setattr(driver, "cuStreamGetCaptureInfo", lambda stream: (0, 0, 0), raising=False)

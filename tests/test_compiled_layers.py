@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flux_megatron
 from flux_megatron import ops
-from flux_megatron.nn import all_reduced, functions, norm, norm_operators, operators
+from flux_megatron.nn import functions, norm, operators
 from flux_megatron.wgrad import IntoMainGrad
 
 K, N, BATCH = 8, 6, 2
@@ -42,13 +42,13 @@ def layers() -> dict[str, Layer]:
         return functions.row_parallel_linear(x, w, group=group, wgrad=wgrad)
 
     def row_ar(x, w, bias, wgrad=None):
-        return all_reduced.row_linear(x, w, group=group, wgrad=wgrad)
+        return functions.row_linear(x, w, group=group, wgrad=wgrad)
 
     return {
         "column": partial(functions.column_parallel_linear, group=group),
         "gathered": partial(functions.column_parallel_linear, group=group, save_gathered=True),
-        "local": all_reduced.local_linear,
-        "column_ar": partial(all_reduced.local_linear, allreduce_group=group),
+        "local": functions.local_linear,
+        "column_ar": partial(functions.local_linear, allreduce_group=group),
         "row": row,
         "row_ar": row_ar,
     }
@@ -230,10 +230,10 @@ def test_opcheck(rank):
     for layer in ("column", "row", "local"):
         needs = [True, True, layer != "row"]
         given = (layer, dy, x.detach(), w.detach(), name, 1, False, needs)
-        check(operators._backward, given)
-        check(operators._backward_into, (main_grad, *given))
+        for into in (None, main_grad):
+            check(operators._backward, (into, *given))
     check(operators.sum_over_group, (x.detach(), name))
     with mock.patch.object(norm, "INTERPRET", True):
         gain = torch.ones(K, device=DEVICE, requires_grad=True)
-        check(norm_operators.norm, (x, gain, bias.detach().new_zeros(K), "layer_norm", 1e-5, False))
-        check(norm_operators.norm, (x, gain, None, "rms_norm", 1e-5, True))
+        check(norm._operator, (x, gain, bias.detach().new_zeros(K), "layer_norm", 1e-5, False))
+        check(norm._operator, (x, gain, None, "rms_norm", 1e-5, True))

@@ -26,7 +26,7 @@ from test_repeated_calls import counted
 
 import flux_megatron
 from flux_megatron import ops, settings
-from flux_megatron.nn import functions, norm
+from flux_megatron.nn import functions, linear_passes, norm
 from flux_megatron.patterns import Pattern
 from flux_megatron.symm.workspace import workspaces
 from flux_megatron.tuning import link
@@ -193,10 +193,10 @@ def backward_of_a_new_thread(rank: int, device: torch.device) -> None:
     made = layer("column", 2, torch.bfloat16, (256,), 512, 512, bias=False, kept=0.15)
     x, w = (one[rank].to(device).requires_grad_() for one in (made.x, made.w))
     dy = made.dy[rank].to(device)
-    options = functions.Options("column", dist.group.WORLD)
+    options = linear_passes.Options("column", dist.group.WORLD)
     with torch.no_grad():  # lists of its pieces, which autograd's thread runs first of all
         for _ in range(CALLS):
-            functions.backward(dy, x, w, x.shape, options, (True, True, False))
+            linear_passes.backward(dy, x, w, x.shape, options, (True, True, False))
     y = functions.column_parallel_linear(x, w, None, group=dist.group.WORLD)
     y.backward(dy)
     assert_exact(x.grad, made.dx[rank], "dx")

@@ -299,10 +299,10 @@ def test_plans_that_the_user_has_measured_are_counted(tmp_path, monkeypatch):
     try:
         assert "0 of just this software" in found("measured plans").text
         plan_cache.keep(entry, tmp_path, torch.device("cuda", 0))
-        plan_cache._opened.cache_clear()
+        plan_cache.opened.cache_clear()
         plans = found("measured plans")
         assert (plans.status, plans.text.split(", ")[1]) == ("ok", "1 of just this software")
     finally:
         monkeypatch.delenv("FLUX_MEGATRON_CACHE")
         settings.reload()
-        plan_cache._opened.cache_clear()
+        plan_cache.opened.cache_clear()

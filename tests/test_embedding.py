@@ -12,9 +12,9 @@ from closeness import assert_exact, small_integers
 from ranks import DEVICE, here, on_device_ranks
 
 import flux_megatron
-from flux_megatron import reference
 from flux_megatron.embedding import fused_bags, operation
 from flux_megatron.embedding.bags import Bags
+from flux_megatron.lab import reference
 from flux_megatron.nn import ShardedEmbeddingBag
 from flux_megatron.symm.workspace import workspace
 

@@ -17,10 +17,12 @@ from ranks import DEVICE, on_device, on_device_ranks
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron import errors, reference
+from flux_megatron import errors
 from flux_megatron.expert_parallel import call, ops, wgrad
+from flux_megatron.expert_parallel.plans import ExpertProblem
 from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.expert_wgrad import expert_wgrad
+from flux_megatron.lab import reference
 from flux_megatron.problem import Plan, Tile
 
 SMALL = Tile(16, 16, 16, num_warps=4, num_stages=2)
@@ -272,14 +274,14 @@ def test_a_strategy_that_is_not_built_falls_back_and_is_reported(rank):
 @pytest.mark.parametrize("on_hopper", [True, False])
 def test_a_hopper_gpu_that_runs_portable_kernels_says_why(on_hopper):
     refused = {"hopper": "K 12 is odd", "fused": None, "signalled": None}
-    x, w = torch.ones(6, 4), torch.ones(3, 8, 4)
+    problem = ExpertProblem("a2a_gemm", 6, 3, 8, 4, "float32", 2)
     with (
-        mock.patch.object(call, "_refusal", lambda operation, name, *_: refused[name]),
+        mock.patch.object(call, "_refusal", lambda problem, name, *_: refused[name]),
         mock.patch.object(call, "_on_hopper", return_value=on_hopper),
         warnings.catch_warnings(record=True) as said,
     ):
         warnings.simplefilter("always")
-        decision = call._choose("a2a_gemm", x, w, "nt", None, mock.Mock(), "a call")
+        decision = call._choose(problem, torch.ones(6, 4), None, mock.Mock())
     assert (decision.plan.strategy, decision.fallback) == ("fused", None)
     whys = ["flux_megatron: a2a_gemm runs the portable kernels: K 12 is odd"]
     assert [str(one.message) for one in said] == whys * on_hopper

@@ -41,9 +41,9 @@ def keep(entry: ExpertEntry) -> Path:
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FLUX_MEGATRON_CACHE", str(tmp_path))
     flux_megatron.settings.reload()
-    plan_cache._opened.cache_clear()
+    plan_cache.opened.cache_clear()
     yield tmp_path
-    plan_cache._opened.cache_clear()
+    plan_cache.opened.cache_clear()
     monkeypatch.undo()
     flux_megatron.settings.reload()
 
@@ -51,7 +51,7 @@ def cache(tmp_path, monkeypatch):
 def test_exactly_this_problem_and_environment_hit(cache):
     entry = entry_of(PROBLEM, Plan("signalled", splits=2))
     file = keep(entry)
-    plan_cache._opened.cache_clear()
+    plan_cache.opened.cache_clear()
     assert plans.kept(PROBLEM, CPU) == entry
     others = {
         "operation": "gemm_a2a", "capacity": 31, "experts": 2, "N": 9, "K": 17,
@@ -64,7 +64,7 @@ def test_exactly_this_problem_and_environment_hit(cache):
         raw = json.loads(file.read_text())
         raw["entries"][0]["environment"][name] = "another"
         file.write_text(json.dumps(raw))
-        plan_cache._opened.cache_clear()
+        plan_cache.opened.cache_clear()
         assert plans.kept(PROBLEM, CPU) is None, name
         keep(entry)
 
@@ -72,12 +72,12 @@ def test_exactly_this_problem_and_environment_hit(cache):
 def test_what_is_measured_again_takes_the_place_and_what_cannot_be_read_is_a_miss(cache):
     first = keep(entry_of(PROBLEM, PLAIN))
     assert keep(entry_of(PROBLEM, Plan("fused"))) == first
-    plan_cache._opened.cache_clear()
+    plan_cache.opened.cache_clear()
     found = plans.kept(PROBLEM, CPU)
     assert found is not None
     assert found.plan.strategy == "fused"
     first.write_text(first.read_text().replace('"noise_us"', '"silence_us"'))
-    plan_cache._opened.cache_clear()
+    plan_cache.opened.cache_clear()
     with pytest.warns(UserWarning, match=r"left out: .*entry 0: .*noise_us"):
         assert plans.kept(PROBLEM, CPU) is None
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from ranks import DEVICE, on_device
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron import errors, ops, reference
-from flux_megatron.overlap import registry
+from flux_megatron import errors, ops, scaling
+from flux_megatron.lab import reference
+from flux_megatron.overlap import registry, sequential
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 from flux_megatron.scaling import Scaling
 
@@ -26,6 +28,7 @@ PLANS = [
     Plan("sequential"),
     Plan("fused", tile=Tile(16, 16, 16)),
     Plan("fused", comm_rows=7, tile=Tile(16, 64, 32)),
+    Plan("pipelined", comm_rows=7),
 ]
 PATTERNS = ["ag_gemm", "gemm_rs"]
 SHAPES = [(16, 16, 16), (13, 48, 32), (33, 32, 80)]  # rows of a shard, N and K of a rank
@@ -41,12 +44,18 @@ def spread(generator: torch.Generator, rows: int, columns: int, dtype: torch.dty
     return torch.where(finite.float().isfinite(), finite.float(), 1.0).to(dtype)
 
 
+def powers(generator: torch.Generator, rows: int, columns: int) -> Tensor:
+    """Of two, which round nothing."""
+    return torch.randint(-2, 3, (rows, columns), generator=generator).float().exp2()
+
+
 class Layer:
     """Shards of all ranks, the same on every rank that asks."""
 
     def __init__(
         self, pattern: str, sizes: tuple[int, int, int], x_dtype: torch.dtype,
         out_dtype: torch.dtype, world_size: int, drawn: Callable = fp8, bias: bool = False,
+        blockwise: bool = False,
     ) -> None:  # fmt: skip
         made, gathers = torch.Generator().manual_seed(sum(sizes)), pattern == "ag_gemm"
         M_shard, N, K = sizes
@@ -57,6 +66,10 @@ class Layer:
         # powers of two, which round nothing, and other ones of each rank
         self.x_scale = [torch.tensor([0.5 if gathers else 2.0**-r]) for r in ranks]
         self.w_scale = [torch.tensor([2.0 ** (r + 1)]) for r in ranks]
+        if blockwise:
+            of_x, of_w = scaling.block_shapes(rows, N, K)
+            self.x_scale = [powers(made, *of_x) for _ in ranks]
+            self.w_scale = [powers(made, *of_w) for _ in ranks]
         self.bias = None
         if bias:
             self.bias = [fp8(made, 1, N, E4M3)[0].to(out_dtype) * 3 for _ in ranks]
@@ -95,9 +108,80 @@ def exact_calls(rank: int, world_size: int) -> dict[tuple[str, str], int]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_small_integers_are_exact(world_size):
-    counts = {"sequential": 18, "fused": 36}
+    counts = {"sequential": 18, "fused": 36, "pipelined": 18}
     for calls in on_device(exact_calls, world_size, world_size):
         assert calls == {(p, s): count for p in PATTERNS for s, count in counts.items()}
+
+
+BLOCKWISE_PLANS = [
+    Plan("sequential"),
+    Plan("pipelined"),
+    Plan("pipelined", comm_rows=8),
+    Plan("pipelined", splits=1),
+    Plan("pipelined", splits=2),
+]
+# K of less than a block, of some, and of some and part of one; N too
+BLOCKWISE_SHAPES = [(5, 16, 48), (13, 144, 256), (16, 32, 272)]
+if DEVICE == "cuda":  # whose library takes no such rows, and not in all versions such K
+    BLOCKWISE_SHAPES = [(8, 16, 512), (28, 144, 1024)]
+
+
+def exact_blocks(rank: int, world_size: int) -> dict[tuple[str, str], int]:
+    for number, (pattern, sizes, plan) in enumerate(
+        itertools.product(PATTERNS, BLOCKWISE_SHAPES, BLOCKWISE_PLANS)
+    ):
+        x_dtype, bias = (E4M3, E5M2)[number % 2], pattern == "ag_gemm" and number % 2 == 0
+        layer = Layer(pattern, sizes, x_dtype, OUT[2], world_size, bias=bias, blockwise=True)
+        for step in range(3):  # one program, to which each call brings scales of its own
+            layer.x_scale = [one.roll(step, 1) for one in layer.x_scale]
+            expected = layer.expected()[rank]
+            assert_exact(layer.call(plan), expected, f"{pattern} {sizes} {plan}")
+    return flux_megatron.report().calls
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_blockwise_scales_are_exact(world_size):
+    """Each shard of x has its own, each row and 128 of K one; w one for 128 x 128."""
+    steps = 3 * len(BLOCKWISE_SHAPES)
+    counts = {"sequential": steps, "pipelined": 4 * steps}
+    for calls in on_device(exact_blocks, world_size, world_size):
+        assert calls == {(p, s): count for p in PATTERNS for s, count in counts.items()}
+
+
+def as_torch_takes_it(
+    x: Tensor, w: Tensor, of_x: Tensor, of_w: Tensor, *, bias: Tensor | None,
+    out_dtype: torch.dtype, use_fast_accum: bool, out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """`torch._scaled_mm` on CUDA, which refuses scales with other strides."""
+    rows, (K, N) = len(x), w.shape
+    assert (of_x.shape, of_x.stride()) == ((rows, K // 128), (1, rows))
+    assert (of_w.shape, of_w.stride()) == ((K // 128, -(-N // 128)), (1, K // 128))
+    assert not use_fast_accum
+    assert w.stride() == (1, K)
+    given = Scaling(of_x.t(), of_w.t(), out_dtype, True, True)
+    real_x, real_w = scaling.dequantized(x, w.t(), given)
+    y = real_x @ real_w.t()
+    y = (y if bias is None else y + bias.float()).to(out_dtype)
+    return y if out is None else out.copy_(y)
+
+
+def calls_of_library(rank: int) -> int:
+    taken = mock.Mock(side_effect=as_torch_takes_it)
+    in_library = mock.patch.object(sequential, "_in_library", return_value=True)
+    with mock.patch.object(torch, "_scaled_mm", taken), in_library:
+        for pattern, plan in itertools.product(PATTERNS, BLOCKWISE_PLANS):
+            layer = Layer(
+                pattern, (12, 144, 512), E5M2, OUT[0], 2, bias=pattern == "ag_gemm", blockwise=True
+            )
+            assert_exact(layer.call(plan), layer.expected()[rank], f"{pattern} {plan}")
+    return taken.call_count
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="stands in for CUDA")
+def test_the_library_gets_scales_without_gaps():
+    """One GEMM; one a shard, or a chunk of it; and bias is rounded with the sum."""
+    gathering, reducing = 1 + 2 + 2 + 1 + 2, 1 + 2 + 4 + 1 + 1
+    assert on_device(calls_of_library, 2) == [gathering + reducing] * 2
 
 
 def close_calls(rank: int) -> None:
@@ -121,6 +205,11 @@ def every_result(rank: int) -> None:
     for pattern, plan, out_dtype in itertools.product(PATTERNS, PLANS, OUT):
         layer = Layer(pattern, (16, 16, 16), E4M3, out_dtype, 2)
         assert_exact(layer.call(plan), layer.expected()[rank], f"{pattern} {plan} {out_dtype}")
+    for pattern, blockwise in itertools.product(PATTERNS, (False, True)):  # all with this sum
+        sizes = (16, 16, 512)
+        layer = Layer(pattern, sizes, E4M3, OUT[2], 2, blockwise=blockwise)
+        got = layer.call(PLANS[-1], split_accumulator=True)
+        assert_exact(got, layer.expected()[rank], f"{pattern} {blockwise}")
 
 
 def test_one_shape_has_results_of_every_dtype():
@@ -164,6 +253,7 @@ def bad_calls() -> dict[str, tuple[Callable, list[str]]]:
     x, w = (torch.ones(16, 32, device=DEVICE).to(E4M3) for _ in range(2))
     scales = {"x_scale": one, "w_scale": one}
     gradient = w.to(E5M2)
+    x_blocks, block = torch.ones(1, 16, device=DEVICE), torch.ones(1, 4, device=DEVICE)
     calls: dict[str, tuple[Callable, list[str]]] = {}
     for run in (ops.all_gather_gemm, ops.gemm_reduce_scatter):
         calls |= {
@@ -190,8 +280,16 @@ def bad_calls() -> dict[str, tuple[Callable, list[str]]]:
                 ("K", (x[:, :24].clone(), w[:, :24].clone()), scales,
                  ["N 16 and K 24", "multiples of 16"]),
                 ("N", (x, w[:8].clone()), scales, ["N 8 and K 32", "multiples of 16"]),
-                ("another strategy", (x, w), {**scales, "plan": Plan("pipelined")},
+                ("blocks of x", (x, w), {"x_scale": x_blocks.new_ones(1, 20), "w_scale": block},
+                 ["x_scale [1, 20] float32 on", "a float32 tensor [1, 16] on"]),
+                ("blocks of w", (x, w), {"x_scale": x_blocks, "w_scale": block.new_ones(1, 2)},
+                 ["w_scale [1, 2] float32 on", "a float32 tensor [1, 4] on"]),
+                ("a block and a number", (x, w), {"x_scale": x_blocks, "w_scale": one},
+                 ["x_scale [1, 16] float32", "of one element on"]),
+                ("another strategy", (x, w), {**scales, "plan": Plan("signalled")},
                  ["cannot run", "dtype float8_e4m3fn is none of"]),
+                ("our kernels", (x, w), {"x_scale": x_blocks, "w_scale": block,
+                 "plan": Plan("fused")}, ["cannot run", "our kernels add up no products"]),
             ]
         }  # fmt: skip
     calls["bias"] = (
@@ -232,12 +330,14 @@ def test_ranks_with_other_results_are_told():
         assert "to float16" in said
 
 
-def test_strategies_without_fp8_say_so():
+@pytest.mark.parametrize("blockwise", [False, True])
+def test_strategies_without_fp8_say_so(blockwise):
+    can = {"pipelined", "sequential"} | ({"fused"} if not blockwise else set())
     for name in ("pipelined", "signalled", "low_latency", "fused", "sequential"):
         for pattern in PATTERNS:
             problem = Problem(
-                Pattern(pattern), 32, 32, 32, "float8_e4m3fn", 2, device=DEVICE,
-                out_dtype="bfloat16",
+                Pattern(pattern), 32, 32, 1024, "float8_e4m3fn", 2, device=DEVICE,
+                out_dtype="bfloat16", blockwise=blockwise,
             )  # fmt: skip
             refusal = registry.refusal(problem, name, None)
-            assert (refusal is None) == (name in ("fused", "sequential")), f"{name}: {refusal}"
+            assert (refusal is None) == (name in can), f"{name}: {refusal}"

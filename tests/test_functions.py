@@ -13,8 +13,8 @@ from layer_cases import Layer, apply, check, layer, mine, solve, transfers
 from ranks import DEVICE, FUSED, be_late, on_device_ranks
 
 import flux_megatron
-from flux_megatron import reference
-from flux_megatron.nn import functions
+from flux_megatron.lab import reference
+from flux_megatron.nn import linear_passes
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 
 STRATEGIES = ["fused", "pipelined", "sequential"]
@@ -84,7 +84,7 @@ def test_layers_without_gradients(rank):
     for kind in ("column", "row"):
         made = layer(kind, dist.get_world_size(), torch.float32, (4, 3), 7, 5, bias=True)
         given = mine(made, rank)
-        node = mock.patch.object(functions._Linear, "apply", side_effect=AssertionError)
+        node = mock.patch.object(linear_passes.LinearNode, "apply", side_effect=AssertionError)
         with node, torch.no_grad():
             assert_exact(apply(made, *given), made.y[rank], kind)
 

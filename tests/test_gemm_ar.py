@@ -8,15 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from bench_run import rows_of, run_here
 from cases import ON_HOPPER
 from closeness import assert_exact, assert_sums_exact, small_integers
-from races import agreed
+from races import agreed, measured
 from ranks import DEVICE, here, on_cpu_ranks, on_device, on_device_ranks
 
 import flux_megatron
-from flux_megatron import ops, reference
+from flux_megatron import ops
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.hopper_config import TILE
+from flux_megatron.lab import reference
 from flux_megatron.lab.bench import records, runner
 from flux_megatron.lab.bench.options import Options
 from flux_megatron.lab.perf.hardware import H200
@@ -162,10 +164,9 @@ def test_the_sums_are_on_their_way_between_start_and_finish(rank):
 @pytest.mark.parametrize("layout", ["nt", "nn"])  # "nn": a whole backward
 @on_device_ranks(2)
 def test_the_tuner_measures_it(rank, layout):
-    device = here()
     problem = Problem(Pattern.GEMM_AR, 64, 32, 64, "float32", 2, layout, device=DEVICE)
     plans = tuner.candidates(problem, ["fused", "pipelined", "low_latency"])
-    entry = agreed(tuner.measure(problem, plans, dist.group.WORLD, device))
+    entry = agreed(measured(problem, plans))
     assert not entry.failed
     assert {(one.plan.strategy, one.plan.splits) for one in entry.measured} == {
         ("sequential", 0), ("fused", 0), ("pipelined", 0), ("pipelined", 1), ("low_latency", 0),
@@ -186,11 +187,11 @@ def test_at_training_sizes_every_strategy_is_measured(layout, monkeypatch):
 def test_the_bench_measures_it_beside_the_all_reduce(rank, tmp_path):
     file = str(tmp_path / "rows.jsonl")
     options = Options(
-        ("llama2-70b",), ("gemm_ar",), (32,), file, rounds=2, tp=2, device="cpu", scale=512
+        ("llama2-70b",), ("gemm_ar",), (32,), out=file, rounds=2, tp=2, device="cpu", scale=512
     )
-    runner.run(options, dist.group.WORLD, torch.device("cpu"), lambda case, rows: None)
+    runner.measure_all(options, run_here(tmp_path / "rows.jsonl", 512))
     dist.barrier()
-    rows = records.load(tmp_path / "rows.jsonl")
+    rows = rows_of(tmp_path / "rows.jsonl")
     right = {(row.op, row.candidate) for row in rows if row.status == records.OK}
     names = ("gemm", "serial", "sequential", "pipelined", "fused", "auto")
     assert right >= {(op, name) for op in ("proj", "fc2") for name in names}

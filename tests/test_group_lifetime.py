@@ -142,6 +142,18 @@ def test_words_that_a_graph_holds_are_not_released(rank, outgrown):
     flux_megatron.release(graphs_dropped=True)
 
 
+@on_device_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "signalled"})
+def test_tables_of_bands_that_a_graph_holds_are_not_released(rank):
+    check(Case("gemm_rs", 8, 16, 16))
+    stage = signalled.stage_of(workspace(dist.group.WORLD, here()))
+    (made,) = stage._tables
+    with mock.patch.object(signalled, "capturing", return_value=True):
+        stage.table(made)
+    with pytest.raises(errors.WorkspaceError, match="a captured CUDA graph"):
+        flux_megatron.release()
+    flux_megatron.release(graphs_dropped=True)
+
+
 @on_device_ranks(2, environment=PIPELINED | {"FLUX_MEGATRON_TIMEOUT_S": "2"})
 def test_a_group_that_is_broken_works_again_when_its_memory_is_released(rank):
     check(Case("gemm_rs", 5, 7, 3))

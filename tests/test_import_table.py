@@ -53,7 +53,7 @@ TABLE = {
     "patterns": room(),
     "problem": room("patterns"),
     "scaling": room(packages="torch"),  # FP8's scales go from a call's checks down to the kernels
-    "config_files": room(packages="yaml"),
+    "config_files": room("errors", "yaml"),
     "option_values": room("errors"),  # what any command may be given
     "machine": room("errors"),  # the GPUs of this machine, counted without torch
     # `python -m flux_megatron.launch` becomes a rank of a training run: see AT_IMPORT
@@ -62,15 +62,14 @@ TABLE = {
         "integration.arguments integration.bootstrap integration.cpu_pretrain",
         "jinja2 pydantic typer yaml",
     ),
-    "reference": room("errors patterns problem", "torch"),
     "wgrad": room("", "torch", lazily="fused_weight_gradient_mlp_cuda"),
     # its list of driver calls is compiled as Triton compiles its launchers
     "symm": room("errors problem scaling settings versions", "torch", lazily="cuda triton"),
     # Triton's interpreter is written in numpy; compiled kernels never load it.
     # A launch goes into a list of driver calls.
     "kernels": room(
-        "errors problem scaling settings symm.enqueue symm.program symm.recent symm.signals"
-        " versions",
+        "errors problem scaling settings symm.channel symm.enqueue symm.program symm.recent"
+        " symm.signals versions",
         "torch triton",
         lazily="numpy",
     ),
@@ -118,24 +117,27 @@ BELOW = frozenset(TABLE)
 # The laboratory. It may import the product, and of the product only the command line may import it.
 LABORATORY = {
     LAB: room(),
+    "lab.reference": room("patterns", "torch"),
     "lab.train": room(
         "command_errors config_files errors option_values settings integration "
-        "overlap.report symm.step",
+        "launch.schema overlap.report symm.step",
         "torch megatron matplotlib numpy pydantic typer",
     ),
     # decodes what `train` has trained, in ranks that `train` starts
     "lab.generate": room(
-        "command_errors errors option_values overlap.report symm.step lab.train",
+        "command_errors errors launch.schema option_values overlap.report symm.step lab.train",
         "torch megatron pydantic typer",
     ),
     # what runs have logged, and what they were to be: read and predicted where they are submitted
     "lab.results": room(
         "errors launch option_values lab.perf", "scipy typer", lazily="matplotlib rich"
     ),
-    "lab.perf": room("errors launch.memory launch.workload patterns problem"),
-    "lab.simulate": room("errors launch option_values lab.perf", "typer", lazily="rich"),
+    "lab.perf": room("errors launch.memory launch.workload patterns problem", "pydantic"),
+    "lab.simulate": room(
+        "config_files errors launch option_values lab.perf", "typer", lazily="rich"
+    ),
     # beside other libraries
-    "lab.bench": Room(BELOW, ANY),
+    "lab.bench": Room(BELOW | {"lab.reference"}, ANY),
     "lab.measure": Room(BELOW | {"lab.bench", "lab.results"}, ANY),
 }
 TABLE |= LABORATORY

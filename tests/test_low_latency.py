@@ -9,14 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_exact, small_integers
-from races import agreed
-from ranks import DEVICE, be_late, here, on_device, on_device_ranks
+from races import agreed, measured
+from ranks import DEVICE, be_late, on_device, on_device_ranks
 from test_gemm_ar import operands, sum_of_unequal
 
 import flux_megatron
-from flux_megatron import errors, ops, reference
+from flux_megatron import errors, ops
 from flux_megatron.kernels.gemv_ar import sum_columns
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
+from flux_megatron.lab import reference
 from flux_megatron.overlap import low_latency, low_latency_plans, registry
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 from flux_megatron.tuning import plan_table, tuner
@@ -229,10 +230,9 @@ def test_other_gpus_keep_tiles_of_less_shared_memory(monkeypatch):
 
 @on_device_ranks(2)
 def test_the_tuner_measures_it(rank):
-    device = here()
     problem = Problem(Pattern.GEMM_AR, 4, 32, 64, "float32", 2, device=DEVICE)
     plans = tuner.candidates(problem, ["low_latency"])
-    entry = agreed(tuner.measure(problem, plans, dist.group.WORLD, device))
+    entry = agreed(measured(problem, plans))
     assert not entry.failed
     assert {one.plan.strategy for one in entry.measured} == {"sequential", "low_latency"}
 

@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 import flux_megatron
-from flux_megatron.nn.all_reduced import local_linear, row_linear
-from flux_megatron.nn.functions import column_parallel_linear
+from flux_megatron.lab.reference import all_gather_gemm
+from flux_megatron.nn.functions import column_parallel_linear, local_linear, row_linear
 from flux_megatron.overlap import operands
-from flux_megatron.reference import all_gather_gemm
 
 STRATEGIES = ["fused", "pipelined", "sequential"]
 

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flux_megatron import doctor, ops, reference
+from flux_megatron import doctor, ops
 from flux_megatron.doctor import strategies as page
+from flux_megatron.lab import reference
 from flux_megatron.overlap import registry
 from flux_megatron.overlap.registry import forward
 from flux_megatron.patterns import COLUMN, ROW

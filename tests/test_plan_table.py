@@ -78,6 +78,12 @@ def test_the_rule_without_a_measurement(monkeypatch, M, names, strategy):
     assert plan_table.ruled(gathers, ["low_latency", *NAMES]) == PLAIN
 
 
+def test_the_rule_has_a_gemm_a_shard_for_blockwise_scales():
+    blocks = replace(LAYER, dtype="float8_e4m3fn", out_dtype="bfloat16", blockwise=True)
+    assert plan_table.ruled(replace(blocks, M=2048), ["pipelined"]) == Plan("pipelined")
+    assert plan_table.ruled(replace(blocks, M=2047), ["pipelined"]) == PLAIN
+
+
 def test_a_race_leaves_out_what_never_wins(monkeypatch):
     tried = {name: [Plan(name, comm_rows=rows) for rows in range(6)] for name in NAMES}
     monkeypatch.setattr(registry, "candidates", lambda problem, name: tried[name])

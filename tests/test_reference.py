@@ -6,7 +6,7 @@ import pytest
 import torch
 from closeness import EXACT_LIMIT, assert_exact, assert_sums_exact, small_integers
 
-from flux_megatron import reference
+from flux_megatron.lab import reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 WORLD_SIZES = [1, 2, 3, 4, 8]

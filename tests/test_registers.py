@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from flux_megatron.kernels import ag_gemv, launch
-from flux_megatron.kernels.registers import registers_of
-from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.kernels.few_rows import registers_of
+from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.problem import Tile
 
 GPU = torch.device("cuda", 0)
@@ -66,11 +67,16 @@ def test_else_the_compiler_chooses(rows, layout, dtype, device, capability, monk
     ],
 )
 def test_a_gather_has_ctas_for_its_tiles_or_one_an_sm(M_shard, N, K, ctas):
-    made = ag_gemv._launcher.__wrapped__(
-        torch.Size((M_shard, K)), N, 2, torch.bfloat16, GPU, False, "nt",
-        tile(16, 64, 128, 5), 1, True,
-    )  # fmt: skip
-    assert made._grid == (ctas,)
+    def memory(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    channel = dict.fromkeys(("word_pointers", "epochs", "work", "arrivals", "counters", "status"))
+    with mock.patch.object(ag_gemv, "launch_kernel") as launched:
+        ag_gemv.ag_gemv(
+            memory(M_shard, K), memory(2 * M_shard, K), memory(N, K), None, **channel,
+            half_words=0, rank=0, timeout_ns=0, layout="nt", tile=tile(16, 64, 128, 5),
+        )  # fmt: skip
+    assert launched.call_args.args[1] == (ctas,)
 
 
 @pytest.mark.parametrize(("M_shard", "columns"), [(1, 2048), (32, 64), (33, 64), (64, 64)])
@@ -88,5 +94,5 @@ def test_a_launch_says_how_many():
             return lambda *_, **options: given.__dict__.update(options)
 
     for limit in (0, 168):
-        Launcher(Kernel(), (1,), Tile(), registers=limit)([torch.zeros(1)], ())
+        launch_kernel(Kernel(), (1,), Tile(), [torch.zeros(1)], registers=limit)
         assert given.__dict__.pop("maxnreg", 0) == limit

@@ -11,9 +11,14 @@ from ranks import here, on_device_ranks
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron.nn.all_reduced import local_linear, row_linear
-from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
+from flux_megatron.nn.functions import (
+    column_parallel_linear,
+    local_linear,
+    row_linear,
+    row_parallel_linear,
+)
 from flux_megatron.nn.norm import rms_norm
+from flux_megatron.nn.replicated import sum_gradient
 from flux_megatron.overlap import differentiable
 from flux_megatron.wgrad import IntoMainGrad
 
@@ -27,18 +32,23 @@ def whole() -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def penalty(y: Tensor, x: Tensor, weights: list[Tensor], whole: Callable = lambda t: t) -> Tensor:
-    """What a gradient penalty minimizes. `whole` sums over all ranks what is of a rank's shards."""
-    dx, *dws = torch.autograd.grad(y.pow(2).sum(), [x, *weights], create_graph=True)
-    of_weights = sum(dw.pow(2).sum() for dw in dws)
-    return y.pow(2).sum() + dx.pow(2).sum() + 0.1 * whole(of_weights)
+def penalty(
+    y: Tensor, x: Tensor, gamma: Tensor, weights: list[Tensor], whole: Callable = lambda t: t
+) -> Tensor:
+    """What a gradient penalty minimizes. `whole` sums over all ranks what is of a rank's shards.
+    Every rank has the whole gradient of gamma.
+    """
+    given = [x, gamma, *weights]
+    dx, d_gamma, *dws = torch.autograd.grad(y.pow(2).sum(), given, create_graph=True)
+    of_weights = whole(sum(dw.pow(2).sum() for dw in dws)) + d_gamma.pow(2).sum()
+    return y.pow(2).sum() + dx.pow(2).sum() + 0.1 * of_weights
 
 
 def expected() -> list[Tensor]:
     given = [tensor.requires_grad_() for tensor in whole()]
     x, first, second, gamma = given
     y = torch.tanh(torch.nn.functional.rms_norm(x, (K,), gamma, 1e-5) @ first.t()) @ second.t()
-    return list(torch.autograd.grad(penalty(y, x, [first, second]), given))
+    return list(torch.autograd.grad(penalty(y, x, gamma, [first, second]), given))
 
 
 @pytest.mark.parametrize("sequence", [True, False])
@@ -55,18 +65,17 @@ def test_second_derivatives_are_those_of_one_process(rank, sequence):
     ]
     given = [tensor.to(here(), torch.float32).clone().requires_grad_() for tensor in given]
     x, first, second, gamma = given
-    normed = rms_norm(x, gamma, eps=1e-5)
+    # each rank has its rows' part of the gradient
+    normed = rms_norm(x, sum_gradient(gamma, group=group) if sequence else gamma, eps=1e-5)
     if sequence:
         inner = column_parallel_linear(normed, first, None, group=group)
         y = row_parallel_linear(torch.tanh(inner), second, group=group)
-        loss = penalty(y, x, [first, second])
+        loss = penalty(y, x, gamma, [first, second])
     else:
         inner = local_linear(normed, first, None, allreduce_group=group)
         y = row_linear(torch.tanh(inner), second, group=group)
-        loss = penalty(y, x, [first, second], lambda t: differentiable.reduce(t, group))
+        loss = penalty(y, x, gamma, [first, second], lambda t: differentiable.reduce(t, group))
     dx, d_first, d_second, d_gamma = torch.autograd.grad(loss, given)
-    if sequence:  # each rank has its rows' part
-        dist.all_reduce(d_gamma)
     right = expected()
     for got, want in (
         (dx, right[0].chunk(R)[rank] if sequence else right[0]),

@@ -14,7 +14,7 @@ from ranks import DEVICE, FUSED, be_late, on_device_ranks
 
 import flux_megatron
 from flux_megatron import ops
-from flux_megatron.nn import all_reduced, functions
+from flux_megatron.nn import functions
 from flux_megatron.problem import Plan
 from flux_megatron.symm.workspace import release, workspaces
 
@@ -103,7 +103,7 @@ CALLS = {
     "column_parallel_linear": lambda: functions.column_parallel_linear(X, W, None, group=None),
     "row_parallel_linear": lambda: functions.row_parallel_linear(X, W, group=None),
     # it would return this rank's share for the sum
-    "row_linear": lambda: all_reduced.row_linear(X, W, group=None),
+    "row_linear": lambda: functions.row_linear(X, W, group=None),
 }
 
 

@@ -53,7 +53,7 @@ def kernel(monkeypatch) -> Kernel:
 
 
 def launcher(kernel: Kernel) -> triton_launch.Launcher:
-    return triton_launch.Launcher(kernel, (3,), Tile(group_m=5), (64,))
+    return triton_launch.Launcher(kernel, Tile(group_m=5), (64,))
 
 
 def at(address: int) -> SimpleNamespace:
@@ -64,7 +64,7 @@ def test_launches_with_whole_addresses_are_direct_but_the_first(kernel):
     run = launcher(kernel)
     triton_launch.launches.clear()
     for address in (32, 48, 64):
-        run([at(address)], (1,))
+        run.launch([at(address)], (1,), (3,))
     assert kernel.launches == 1
     assert triton_launch.launches == {"stand_in": 3}
     ends = [given[6:] for given in kernel.compiled.runs]
@@ -102,7 +102,7 @@ def test_a_launch_is_on_the_device_of_its_tensors(kernel, monkeypatch):
     kernel.params.append(kernel.params[0])
     run = launcher(kernel)
     for _ in range(3):
-        run([on_host, on_gpu], (1,))
+        run.launch([on_host, on_gpu], (1,), (3,))
     assert (seen, streams, current) == ([2], [2, 2], [0])
 
 
@@ -110,15 +110,15 @@ def test_a_launch_is_on_the_device_of_its_tensors(kernel, monkeypatch):
 def test_launches_with_other_addresses_are_triton_s(kernel, first):
     run = launcher(kernel)
     for address in (first, 40, 56):
-        run([at(address)], (1,))
+        run.launch([at(address)], (1,), (3,))
     assert (kernel.launches, kernel.compiled.runs) == (3, [])
 
 
 def test_launches_that_somebody_watches_are_triton_s(kernel, monkeypatch):
     run = launcher(kernel)
-    run([at(32)], (1,))
+    run.launch([at(32)], (1,), (3,))
     monkeypatch.setattr(triton_launch, "has_hooks", lambda: True)
-    run([at(32)], (1,))
+    run.launch([at(32)], (1,), (3,))
     assert (kernel.launches, kernel.compiled.runs) == (2, [])
 
 
@@ -126,16 +126,16 @@ def test_an_unknown_version_launches_itself(kernel, monkeypatch):
     monkeypatch.setattr(triton_launch, "runs_directly", lambda: False)
     run = launcher(kernel)
     for _ in range(2):
-        run([at(32)], (1,))
+        run.launch([at(32)], (1,), (3,))
     assert (kernel.launches, kernel.compiled.runs) == (2, [])
 
 
 def test_tensors_of_another_dtype_are_refused(kernel):
     kernel.compiled = None  # as interpreted: all launches are Triton's
     run = launcher(kernel)
-    run([torch.zeros(1)], (1,))
+    run.launch([torch.zeros(1)], (1,), (3,))
     with pytest.raises(AssertionError, match=r"dtypes \[torch.bfloat16\] given, \[torch.float32\]"):
-        run([torch.zeros(1, dtype=torch.bfloat16)], (1,))
+        run.launch([torch.zeros(1, dtype=torch.bfloat16)], (1,), (3,))
 
 
 def test_constexprs_come_last(kernel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import races
 import torch
 from races import FakeRace, agreed, defaults, measured, some_problem
 from ranks import DEVICE, on_device_ranks
@@ -138,7 +139,7 @@ def out_of_memory(*_: object) -> None:
 @on_device_ranks(2)
 def test_no_room_for_operands_on_one_rank_is_known_to_all(rank):
     if rank == 1:
-        tuner.Trial = out_of_memory
+        races.Trial = out_of_memory
     problem = some_problem("ag_gemm")
     assert measured(problem, defaults(problem, "sequential", "fused")) is None
 

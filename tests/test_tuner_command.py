@@ -166,7 +166,7 @@ def test_the_command(tmp_path):
     assert first.returncode == 0, first.stderr
     (file,) = out.iterdir()
     assert file.name == "gpt3-175b_tp2_connections-1.json"
-    entries, errors = plan_cache.read_folder(Entry, out)
+    entries, errors = plan_cache.read_folders(Entry, out)
     assert errors == []
     assert len(entries) == 8
     assert f"8 entries in {file}" in first.stdout
@@ -183,7 +183,7 @@ def test_the_command(tmp_path):
     assert second.stdout.count("(known, noise") == 16
     said = " ".join(second.stdout.split())  # titles are wrapped
     assert said.count(", beside others (") == 8
-    both, errors = plan_cache.read_folder(Entry, out)
+    both, errors = plan_cache.read_folders(Entry, out)
     assert errors == []
     assert both[::2] == entries
     assert [entry.problem.beside for entry in both] == [False, True] * 8

@@ -20,7 +20,7 @@ from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
 from flux_megatron.symm.channel import Call, Region
-from flux_megatron.symm.signals import as_int32, comm_rows_at_least, slot
+from flux_megatron.symm.signals import comm_rows_at_least, slot
 from flux_megatron.symm.workspace import Workspace
 
 CHANNEL = "embedding"
@@ -36,22 +36,10 @@ def forward(
     tile = pooling.tile_of(bags.D, bags.samples, weight.device.type)
     with phase("embedding_a2a kernel"):
         y = pooling.embedding_a2a(
-            weight, indices, offsets,
-            received=call.view(call.rank, (bags.samples, bags.all_tables, bags.D), bags.dtype),
-            received_pointers=call.pointers,
-            first_tables=_first_tables(bags.first_tables, weight.device),
-            tables=bags.tables,
-            pad=call.pads[call.rank],
-            pad_pointers=call.pad_pointers,
-            counters=call.channel.tile_counters,
-            work_counter=call.channel.work_counter,
-            status=call.status,
-            rank=call.rank,
-            epoch=as_int32(call.epoch),
-            timeout_ns=call.timeout_ns,
+            weight, indices, offsets, call,
+            first_tables=_first_tables(bags.first_tables, weight.device), tables=bags.tables,
             slice_samples=_slice_samples(bags, slice_samples, tile.block_m),
-            mean=bags.mode == "mean",
-            tile=tile,
+            mean=bags.mode == "mean", tile=tile,
         )  # fmt: skip
     space.end(call)
     return y
@@ -67,23 +55,12 @@ def backward(
     slice_samples = _slice_samples(bags, slice_samples, 1)
     packed = _push(dy, bags, call, space, slice_samples)
     with phase("sort"):
-        keys, entries, starts, scales = sorted_entries(indices, offsets, bags)
+        entries = sorted_entries(indices, offsets, bags)
     dw = dy.new_empty(bags.local, bags.rows, bags.D)
     with phase("gradient of rows"):
         embedding_gradient(
-            call.view(call.rank, (bags.batch * bags.local, bags.D), bags.dtype),
-            keys, starts, entries, scales,
-            dw=dw,
-            pad=call.pads[call.rank],
-            status=call.status,
-            rank=call.rank,
-            world_size=bags.world_size,
-            epoch=as_int32(call.epoch),
-            timeout_ns=call.timeout_ns,
-            samples=bags.samples,
-            slice_samples=slice_samples,
-            tile=tile,
-            chunk=chunk,
+            call.view(call.rank, (bags.batch * bags.local, bags.D), bags.dtype), *entries, call,
+            dw=dw, samples=bags.samples, slice_samples=slice_samples, tile=tile, chunk=chunk,
         )  # fmt: skip
     space.engine.join()
     del packed  # the pushes read it until here

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from flux_megatron import settings
 from flux_megatron.dispatch import Choice, operands_error, refuse
 from flux_megatron.expert_parallel import fused, hopper, plans, sequential, signalled
+from flux_megatron.expert_parallel.plans import ExpertProblem
 from flux_megatron.kernels.expert_weights import ExpertWeights, lie_in_rows
 from flux_megatron.problem import Plan
 from flux_megatron.symm.workspace import Workspace, workspace
@@ -71,36 +72,27 @@ def _agreed(
     space: Workspace,
 ) -> Choice[Strategy]:  # fmt: skip
     """The choice of all ranks. Collective."""
+    N, K = w.shape[1:] if layout == "nt" else (w.shape[2], w.shape[1])
+    dtype = str(x.dtype).removeprefix("torch.")
+    problem = ExpertProblem(
+        operation, capacity, len(w), N, K, dtype, space.world_size, layout, x.device.type
+    )
     if plan is None and settings.get().strategy == "auto" and space.world_size > 1:
-        plan = _kept(operation, x, w, capacity, layout, space)
-    words = f"{operation} {_sizes(w)} {layout} capacity {capacity}"
-    choice = _choose(operation, x, w, layout, plan, space, words)
-    space.agreement.confirm(f"{words} with {choice.plan.dumps()}")
+        plan = plans.agreed(problem, space)
+        if plan is not None and _refusal(problem, plan.strategy, x, space) is not None:
+            plan = None  # it needs what is not here
+    choice = _choose(problem, x, plan, space)
+    space.agreement.confirm(f"{problem} with {choice.plan.dumps()}")
     return choice
 
 
-def _kept(
-    operation: str, x: Tensor, w: Tensor, capacity: int, layout: str, space: Workspace
-) -> Plan | None:
-    """The measured plan of the group's leader, where all that it needs is here."""
-    N, K = w.shape[1:] if layout == "nt" else (w.shape[2], w.shape[1])
-    dtype = str(x.dtype).removeprefix("torch.")
-    problem = plans.ExpertProblem(
-        operation, capacity, len(w), N, K, dtype, space.world_size, layout, x.device.type
-    )
-    plan = plans.agreed(problem, space)
-    known = plan is not None and _refusal(operation, plan.strategy, x, N, layout, space) is None
-    return plan if known else None
-
-
 def _choose(
-    operation: str, x: Tensor, w: Tensor, layout: str, plan: Plan | None, space: Workspace,
-    description: str,
-) -> Choice[Strategy]:  # fmt: skip
-    N = w.shape[1] if layout == "nt" else w.shape[2]
+    problem: ExpertProblem, x: Tensor, plan: Plan | None, space: Workspace
+) -> Choice[Strategy]:
+    operation = problem.operation
     wanted = plan.strategy if plan is not None else settings.get().strategy
     names = [*STRATEGIES][:-1] if wanted == "auto" else [wanted]
-    reasons = {name: _refusal(operation, name, x, N, layout, space) for name in names}
+    reasons = {name: _refusal(problem, name, x, space) for name in names}
     name = next((name for name in names if reasons[name] is None), "sequential")
     reason = reasons[names[-1]] if name == "sequential" else None  # of the one that needs least
     if reason is not None and plan is not None:
@@ -109,21 +101,19 @@ def _choose(
     if name == "fused" and (why := reasons.get("hopper")) and _on_hopper(x):
         warnings.warn(f"flux_megatron: {operation} runs the portable kernels: {why}", stacklevel=2)
     strategy = STRATEGIES[name]
-    plan = plan or strategy.default_plan(x, N)
-    return Choice(operation, strategy, plan, space, reason, description)
+    plan = plan or strategy.default_plan(x, problem.N)
+    return Choice(operation, strategy, plan, space, reason, str(problem))
 
 
 def _on_hopper(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
 
 
-def _refusal(
-    operation: str, name: str, x: Tensor, N: int, layout: str, space: Workspace
-) -> str | None:
+def _refusal(problem: ExpertProblem, name: str, x: Tensor, space: Workspace) -> str | None:
     """Why a strategy cannot run the call, or None."""
     if name not in STRATEGIES:
-        return f"{name} is not built for {operation}"
-    return STRATEGIES[name].supports(x, N, layout, space)
+        return f"{name} is not built for {problem.operation}"
+    return STRATEGIES[name].supports(x, problem.N, problem.layout, space)
 
 
 def _error(

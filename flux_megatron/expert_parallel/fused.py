@@ -7,22 +7,18 @@ signals, so ranks need not run the same ones.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from flux_megatron.kernels import a2a_gemm as a2a_gemm_kernels
 from flux_megatron.kernels import gemm_a2a as gemm_a2a_kernels
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.expert_routes import exchange_counts, header_bytes
+from flux_megatron.kernels.expert_call import ExpertCall, exchange_counts, header_bytes
 from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.sizes import next_power_of_2
 from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Plan, Tile
-from flux_megatron.symm.channel import Call
-from flux_megatron.symm.signals import as_int32
 from flux_megatron.symm.workspace import Workspace
 
 # the channels of a workspace
@@ -52,22 +48,20 @@ def a2a_gemm(
     space: Workspace,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y [capacity, N], received counts [R, E], and the received rows if they are to be kept."""
-    K = x.shape[1]
-    call, routes, received = _begin(DISPATCH, counts, x.shape[0], capacity, K, x, plan, space)
-    how = _about(call) | {"layout": layout, "tile": plan.tile, "comm_rows": plan.comm_rows}
-    arrived = _received_rows(call, counts, x, capacity, K)
+    T, K = x.shape
+    about, routes, received = _begin(DISPATCH, counts, T, capacity, K, x, layout, plan, space)
+    arrived = about.received(x, K)
     rows = x.new_empty(capacity if keep else 0, K)
     with phase("a2a_gemm kernel"):
         if _by_hopper(plan, x, w):
             from flux_megatron.kernels import hopper_a2a_gemm
 
-            words = call.channel.work_counter
-            y = hopper_a2a_gemm.a2a_gemm(x, arrived, w, rows, routes, work_words=words, **how)
+            y = hopper_a2a_gemm.a2a_gemm(x, arrived, w, rows, routes, about)
         else:
-            y = a2a_gemm_kernels.a2a_gemm(x, w, routes, capacity=capacity, keep=keep, **how)
+            y = a2a_gemm_kernels.a2a_gemm(x, w, routes, about, keep=keep)
             if keep:
                 rows.copy_(arrived)
-    space.end(call)
+    space.end(about.call)
     return y, received, rows
 
 
@@ -76,21 +70,17 @@ def gemm_a2a(
     space: Workspace,
 ) -> Tensor:  # fmt: skip
     """y [tokens, N], in the order in which the tokens were sent."""
-    N = w.matrices.shape[1 if layout == "nt" else 2]
-    call, routes, _ = _begin(COMBINE, counts, tokens, x.shape[0], N, x, plan, space)
-    how = _about(call) | {"layout": layout, "tile": plan.tile, "comm_rows": plan.comm_rows}
+    capacity, N = len(x), w.columns(layout)
+    about, routes, _ = _begin(COMBINE, counts, tokens, capacity, N, x, layout, plan, space)
     with phase("gemm_a2a kernel"):
         if _by_hopper(plan, x, w):
             from flux_megatron.kernels import hopper_gemm_a2a
 
-            arrived = _received_rows(call, counts, x, x.shape[0], N)
-            words = call.channel.work_counter
-            y = hopper_gemm_a2a.gemm_a2a(
-                x, w, arrived, routes, work_words=words, tokens=tokens, **how
-            )
+            arrived = about.received(x, N)
+            y = hopper_gemm_a2a.gemm_a2a(x, w, arrived, routes, about, tokens=tokens)
         else:
-            y = gemm_a2a_kernels.gemm_a2a(x, w, routes, tokens=tokens, **how)
-    space.end(call)
+            y = gemm_a2a_kernels.gemm_a2a(x, w, routes, about, tokens=tokens)
+    space.end(about.call)
     return y
 
 
@@ -100,35 +90,15 @@ def _by_hopper(plan: Plan, x: Tensor, w: ExpertWeights) -> bool:
 
 
 def _begin(
-    channel: str, counts: Tensor, rows: int, capacity: int, columns: int, x: Tensor, plan: Plan,
-    space: Workspace,
-) -> tuple[Call, Tensor, Tensor]:  # fmt: skip
+    channel: str, counts: Tensor, rows: int, capacity: int, columns: int, x: Tensor, layout: str,
+    plan: Plan, space: Workspace,
+) -> tuple[ExpertCall, Tensor, Tensor]:  # fmt: skip
     """A call with `capacity` rows of `columns` elements in its region, its routes, and what this
     rank receives.
     """
     header = header_bytes(*counts.shape)
     call = transfer.begin(space, channel, header + capacity * columns * x.element_size())
-    known = _about(call)
-    del known["world_size"]
+    about = ExpertCall(call, counts.shape[1], capacity, layout, plan.tile, plan.comm_rows)
     with phase("exchange of counts"):
-        routes, received = exchange_counts(
-            counts, **known, rows=rows, capacity=capacity, block_m=plan.tile.block_m,
-            comm_rows=plan.comm_rows,
-        )  # fmt: skip
-    return call, routes, received
-
-
-def _about(call: Call) -> dict[str, Any]:
-    """What every kernel of a call is told."""
-    return {
-        "pointers": call.pointers, "pad": call.pads[call.rank], "pad_pointers": call.pad_pointers,
-        "status": call.status, "rank": call.rank, "world_size": call.world_size,
-        "epoch": as_int32(call.epoch),
-        "timeout_ns": call.timeout_ns,
-    }  # fmt: skip
-
-
-def _received_rows(call: Call, counts: Tensor, x: Tensor, capacity: int, columns: int) -> Tensor:
-    """The rows [capacity, columns] of this rank's region."""
-    header = header_bytes(*counts.shape)
-    return call.region.view(call.rank, (capacity, columns), x.dtype, header)
+        routes, received = exchange_counts(counts, about, rows=rows)
+    return about, routes, received

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from flux_megatron.expert_parallel import fused
 from flux_megatron.kernels import hopper_gemm
-from flux_megatron.kernels.hopper_expert_config import TILE
+from flux_megatron.kernels.hopper_config import LONG
 from flux_megatron.problem import Plan
 from flux_megatron.symm.workspace import Workspace
 
@@ -21,4 +21,4 @@ def supports(x: Tensor, N: int, layout: str, space: Workspace) -> str | None:
 
 
 def default_plan(x: Tensor, N: int) -> Plan:
-    return Plan("hopper", fused.COMM_ROWS, TILE)
+    return Plan("hopper", fused.COMM_ROWS, LONG)

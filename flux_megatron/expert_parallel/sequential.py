@@ -72,8 +72,7 @@ def _exchanged(rows: Tensor, sent: Tensor, came: Tensor, space: Workspace) -> Te
 
 def _multiplied(rows: Tensor, w: ExpertWeights, sizes: list[int], layout: str) -> Tensor:
     """Each expert's rows times its matrix; 0 in the rows of no expert."""
-    N = w.matrices.shape[1 if layout == "nt" else 2]
-    y = rows.new_zeros(len(rows), N)
+    y = rows.new_zeros(len(rows), w.columns(layout))
     first = 0
     with phase("gemm chunk"):
         for expert, size in enumerate(sizes):

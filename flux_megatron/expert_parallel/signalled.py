@@ -101,7 +101,7 @@ class _Call(NamedTuple):
 
     @property
     def N(self) -> int:
-        return self.w.matrices.shape[1 if self.layout == "nt" else 2]
+        return self.w.columns(self.layout)
 
     def multiply(
         self, home: Tensor, far: Tensor, near: Tensor, first: int, tile_rows: int, *, back: bool

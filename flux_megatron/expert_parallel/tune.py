@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from flux_megatron.expert_parallel import fused
 from flux_megatron.expert_parallel.call import STRATEGIES
 from flux_megatron.expert_parallel.plans import ExpertEntry, ExpertProblem
-from flux_megatron.kernels.expert_routes import header_bytes
+from flux_megatron.kernels.expert_call import header_bytes
 from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.problem import Plan
 from flux_megatron.symm.workspace import Workspace, workspace
@@ -27,9 +27,10 @@ from flux_megatron.tuning.trial import AnyTrial
 BANDS = (2, 8)  # of `signalled`, beside its own number
 
 
-class Trial(AnyTrial):
+class Trial(AnyTrial[ExpertEntry]):
     """Operands of one problem on this rank."""
 
+    entry = ExpertEntry
     problem: ExpertProblem
 
     def __init__(self, problem: ExpertProblem, group: ProcessGroup, device: torch.device) -> None:
@@ -69,9 +70,7 @@ def measure(
     None if there is no memory for the operands on some rank, or `sequential` fails.
     """
     plans = candidates(problem, workspace(group, device))
-    return tuner.race_plans(
-        ExpertEntry, lambda: Trial(problem, group, device), plans, group, device, rounds=rounds
-    )
+    return tuner.measure(Trial, problem, plans, group, device, rounds=rounds)
 
 
 def candidates(problem: ExpertProblem, space: Workspace) -> list[Plan]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flux_megatron.integration.main_grad import into_main_grad, placeholder_gradient
-from flux_megatron.nn.functions import Wgrad
+from flux_megatron.nn.linear_passes import Wgrad
 
 
 class DelayedWgrad:

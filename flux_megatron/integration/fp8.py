@@ -23,8 +23,11 @@ def keeps(kind: type, config: Any) -> bool:
 def check(config: Any) -> None:
     """`ValueError` that lists what such a layer's configuration asks for and we do not overlap."""
     seams.check_config(config, FIELDS)
-    if refused := [f"  {one}" for one in requirements.of_fp8(config, of_te=True)]:
-        raise ValueError("\n".join([seams.CANNOT, *refused]))
+    allowed = requirements.names_allowed(config)
+    found = requirements.of_fp8(config, of_te=True)
+    refused = [one for one in found if not one.goes_on(allowed)]
+    if refused:
+        raise ValueError("\n".join([seams.CANNOT, *(f"  {one}" for one in refused)]))
 
 
 def asking(layer: Any, name: str | None) -> dict[str, Any]:

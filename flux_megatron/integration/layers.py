@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from flux_megatron.integration import arm, seams
 from flux_megatron.integration.delayed_wgrad import DelayedWgrad
 from flux_megatron.integration.main_grad import placeholder_gradient
-from flux_megatron.nn import all_reduced, functions
+from flux_megatron.nn import functions
 from flux_megatron.ops import note_fallback
 
 # options of `_forward_impl` that these layers know, and the neutral values of others if not None
@@ -93,7 +93,7 @@ class FluxColumnParallelLinear(DelayedWgrad, ColumnParallelLinear):
                 input, weight, kwargs["bias"], group=self.tp_group, wgrad=wgrad,
                 save_gathered=self.save_gathered, dy_buffer=dy_buffer,
             )  # fmt: skip
-        return all_reduced.local_linear(
+        return functions.local_linear(
             input, weight, kwargs["bias"], wgrad=wgrad, dy_buffer=dy_buffer,
             allreduce_group=self.tp_group if kwargs["allreduce_dgrad"] else None,
         )  # fmt: skip
@@ -137,7 +137,7 @@ class FluxRowParallelLinear(DelayedWgrad, RowParallelLinear):
             self.weight, self.gradient_accumulation_fusion,
             borrowed="dy" if self.sequence_parallel else None,
         )  # fmt: skip
-        linear = functions.row_parallel_linear if self.sequence_parallel else all_reduced.row_linear
+        linear = functions.row_parallel_linear if self.sequence_parallel else functions.row_linear
         output = linear(input_, self.weight, group=self.tp_group, wgrad=wgrad)
         if self.skip_bias_add:
             return output, self.bias
@@ -152,7 +152,7 @@ class FluxRowParallelLinear(DelayedWgrad, RowParallelLinear):
                 note_fallback("gemm_rs" if self.sequence_parallel else "gemm_ar", reason)
             return super()._forward_impl(input=input, weight=weight, **_for_megatron(kwargs))
         wgrad = self.wgrad_of(weight, self.gradient_accumulation_fusion, borrowed=None)
-        return all_reduced.local_linear(input, weight, kwargs["bias"], wgrad=wgrad)
+        return functions.local_linear(input, weight, kwargs["bias"], wgrad=wgrad)
 
     def _communicates(self) -> bool:
         """Experts leave communication to their token dispatcher."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from flux_megatron.patching import installed
 
 OUR_SPEC = ["flux_megatron.specs", "flux_layer_spec"]
 _TE_ALONE = "only TransformerEngine's linear layers do it"
-FP8_RECIPES = ("delayed", "tensorwise")  # one scale a tensor; Megatron's default is the first
+FP8_RECIPES = ("delayed", "tensorwise", "blockwise")  # Megatron's default is the first
 NOTHING = "tensor parallel size is 1, so no call has communication to overlap"
 _MODELOPT = "ModelOpt builds models of its own layers"
 
@@ -55,6 +55,9 @@ class Refusal:
         """What `--flux-allow` calls it: no leading dashes, which would be an option of its own."""
         return self.name.split()[0].lstrip("-")
 
+    def goes_on(self, allowed: Collection[str]) -> bool:
+        return self.may_be_allowed and self.allowed_as in allowed
+
     def __str__(self) -> str:
         way_on = f"; --flux-allow {self.allowed_as} goes on" if self.may_be_allowed else ""
         return f"{self.name}: {self.why}{way_on}"
@@ -72,8 +75,7 @@ def check(args: Any, known: Mapping[str, Argument] | None = None, parsed: Any = 
     refused: list[Refusal] = []
     waived: list[Refusal] = []
     for refusal in refusals(args, known, parsed):
-        goes_on = refusal.may_be_allowed and refusal.allowed_as in allowed
-        (waived if goes_on else refused).append(refusal)
+        (waived if refusal.goes_on(allowed) else refused).append(refusal)
     if refused:
         raise ValueError("--flux-overlap cannot go with:\n" + "\n".join(f"  {r}" for r in refused))
     if waived:
@@ -189,6 +191,9 @@ def of_fp8(args: Any, of_te: bool) -> Iterator[Refusal]:
     recipe = getattr(recipe, "value", recipe)  # of an enumeration
     if recipe not in FP8_RECIPES:
         yield Refusal(f"--fp8-recipe {recipe}", f"one of {', '.join(FP8_RECIPES)} expected")
+    elif recipe == "blockwise":
+        why = "no GPU has run our calls with blockwise scales"
+        yield Refusal(f"--fp8-recipe {recipe}", why, may_be_allowed=True)
     for other in ("multi_latent_attention", "spec"):
         if getattr(args, other, None):
             why = f"it was never tried with --{other.replace('_', '-')}"

@@ -8,6 +8,7 @@ amax, cached weights and their transposes stay TE's; we move the bytes and multi
     row     forward GEMM+RS of y; backward AG+GEMM of dy, whose gathered rows TE's wgrad reads
 
 TE pushes x and dy in FP8 where ranks have one scale: it reduces their amax over the group before.
+Blockwise scales travel with their rows (`te_communicators`).
 """
 
 from __future__ import annotations
@@ -25,75 +26,18 @@ from torch.distributed import ProcessGroup
 from transformer_engine.pytorch.module import base, layernorm_linear, layernorm_mlp, linear
 
 from flux_megatron import ops
-from flux_megatron.integration import arm, coverage
+from flux_megatron.integration import arm, coverage, te_communicators
 from flux_megatron.integration.selection import layer_of
-from flux_megatron.scaling import E4M3, E5M2, Scaling
+from flux_megatron.integration.te_communicators import Communicator, Communicators
+from flux_megatron.scaling import BLOCK, E4M3, E5M2, Scaling, scales_of
 
-# Names that TE asks for where it gathers rows first; behind the others it reduces and scatters.
-GATHERS = ("qkv_fprop", "fc1_fprop", "proj_dgrad", "fc2_dgrad")
 _DTYPES = {tex.DType.kFloat8E4M3: E4M3, tex.DType.kFloat8E5M2: E5M2}
 _FLAGS = (
     "ub_overlap_ag_fprop", "ub_overlap_rs_fprop", "ub_overlap_ag_dgrad", "ub_overlap_rs_dgrad"
 )  # fmt: skip
-_IN_FP8 = base.UserBufferQuantizationMode.FP8
 _ROWS = 16  # of FP8 on a rank: as many do in every GEMM of forward and backward
 _general_gemm = linear.general_gemm
 _assert_dim_for_fp8_exec = linear.assert_dim_for_fp8_exec
-
-
-class Communicator:
-    """What `get_ub` gives in place of userbuffers. TE puts in a shard and takes out the whole,
-    which is there behind the GEMM.
-    """
-
-    def __init__(self, group: ProcessGroup, gathers_fp8: bool) -> None:
-        self.group, self._gathers_fp8 = group, gathers_fp8
-        self.shard: Tensor | None = None
-
-    def is_fp8_ubuf(self) -> bool:
-        return self._gathers_fp8
-
-    def is_atomic_gemm(self) -> bool:
-        return False
-
-    def with_cublasmp(self) -> bool:
-        return False
-
-    def copy_into_buffer(self, shard: Tensor, local_chunk: bool = True) -> None:
-        assert local_chunk, "the whole given, a shard expected"
-        self.shard = shard
-
-    def get_buffer(self, local_chunk: bool = False, shape: Any = None) -> Tensor:
-        """Of the whole's shape. FP8 rows have no memory here: what reads them later reads their
-        transpose.
-        """
-        assert self.shard is not None and not local_chunk, "there is the whole of a shard only"
-        if self._gathers_fp8:
-            return self.shard.new_empty(1).expand(shape)
-        return self.shard.new_empty(shape)
-
-    def taken(self) -> Tensor:
-        assert self.shard is not None, "no shard given to gather"
-        shard, self.shard = self.shard, None
-        return shard
-
-
-class _Communicators(dict[tuple[str, Any], Communicator]):
-    """Of `group`, and of the groups that names of `name_for` have in front."""
-
-    def __init__(self, group: ProcessGroup | None) -> None:
-        super().__init__()
-        self._group = group
-
-    def __contains__(self, key: object) -> bool:
-        return True
-
-    def __missing__(self, key: tuple[str, Any]) -> Communicator:
-        (of, _, name), mode = key[0].rpartition("/"), key[1]
-        group = ops.group_named(of) if of else self._group
-        assert group is not None, f"no group for {key[0]}"
-        self[key] = Communicator(group, mode is _IN_FP8 and name in GATHERS)
-        return self[key]
 
 
 def general_gemm(
@@ -107,22 +51,24 @@ def general_gemm(
         )
     assert not arguments, f"{arguments} given by place, names expected"
     gathers = ub_type == tex.CommOverlapType.AG
-    if reason := _unsupported(A, B, options):
+    if reason := _unsupported(A, B, ub.group.size(), options):
         ops.note_fallback("ag_gemm" if gathers else "gemm_rs", reason)
         return _serial(A, B, ub, gathers, extra_output, options)
     layout = options.get("layout", "TN")
     w, of_w = _operand(A, transposed=layout == "NN")
     rows, of_x = _operand(B)
+    blocks = _in_blocks(B)
     given: dict[str, Any] = {"layout": "nt" if layout == "TN" or of_w is not None else "nn"}
     if of_x is not None and of_w is not None:
-        split = options.get("use_split_accumulator", False)
-        given["scaling"] = Scaling(of_x, of_w, options["out_dtype"], split)
+        split = blocks or options.get("use_split_accumulator", False)
+        given["scaling"] = Scaling(of_x, of_w, options["out_dtype"], split, blocks)
     if not gathers:
         y = ops.run_gemm_rs(rows.flatten(0, -2), w, ub.group, **given).view_as(extra_output)
         return y, None, None, y
     shard = ub.taken().view(rows.dtype).flatten(0, -2)
-    consume = functools.partial(_keep, B) if options.get("grad") else None
+    consume = functools.partial(_keep, B) if options.get("grad") and not blocks else None
     y = ops.run_ag_gemm(shard, w, options.get("bias"), ub.group, consume=consume, **given)
+    ub.give_columnwise(B)
     return y.view(*B.size()[:-1], -1), None, None, None
 
 
@@ -136,38 +82,55 @@ def _keep(whole: Any, rows: Tensor) -> None:
 
 
 def _operand(tensor: Any, transposed: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Its elements, and the scale of FP8 ones. These lie along K: `transposed`, its transpose."""
+    """Its elements, and the scales of FP8 ones. These lie along K: `transposed`, its transpose."""
     if not _is_fp8(tensor):
         return tensor, None
-    return _stored(tensor, transposed).view(_DTYPES[tensor._fp8_dtype]), tensor._scale_inv
+    data = _stored(tensor, transposed).view(_DTYPES[tensor._fp8_dtype])
+    if _in_blocks(tensor):
+        return data, tensor._columnwise_scale_inv if transposed else tensor._rowwise_scale_inv
+    return data, tensor._scale_inv
 
 
 def _stored(tensor: Any, transposed: bool) -> Any:
     """The bytes, None where TE has none of that kind: of a weight that is a parameter the optimizer
     may have changed them since they were transposed.
     """
+    if _in_blocks(tensor):
+        return tensor._columnwise_data if transposed else tensor._rowwise_data
     if not transposed:
         return tensor._data
     return None if tensor._transpose_invalid else tensor._transpose
 
 
 def _is_fp8(tensor: Any) -> bool:
-    """With one scale."""
-    return isinstance(tensor, base.Float8TensorStorage)
+    return isinstance(tensor, base.Float8TensorStorage) or _in_blocks(tensor)
 
 
-def _unsupported(A: Any, B: Any, options: dict[str, Any]) -> str | None:
+def _in_blocks(tensor: Any) -> bool:
+    """Whether it is FP8 with blockwise scales."""
+    return isinstance(tensor, base.Float8BlockwiseQTensorStorage)
+
+
+def _unsupported(A: Any, B: Any, ranks: int, options: dict[str, Any]) -> str | None:
     """What we do not compute of a GEMM with communication, or None."""
     for name in ("quantization_params", "gelu", "accumulate", "out", "bulk_overlap"):
         if options.get(name) not in (None, False):
             return f"TransformerEngine asks for {name}"
-    if not (_is_fp8(A) and _is_fp8(B)) and not (ops.is_plain(A) and ops.is_plain(B)):
+    quantized = _is_fp8(A) and _is_fp8(B) and _in_blocks(A) == _in_blocks(B)
+    if not quantized and not (ops.is_plain(A) and ops.is_plain(B)):
         return f"{type(A).__name__} times {type(B).__name__}"
     if _is_fp8(A) and _DTYPES.get(A._fp8_dtype) is not E4M3:
         return f"a weight in {A._fp8_dtype}"
     if _is_fp8(A) and _stored(A, options.get("layout") == "NN") is None:
         return "TransformerEngine has no transpose of the weight"
-    return None
+    return _blocks_unsupported(A, B, ranks) if _in_blocks(A) else None
+
+
+def _blocks_unsupported(A: Any, B: Any, ranks: int) -> str | None:
+    if not A._is_2D_scaled or B._is_2D_scaled:
+        return "a recipe with blocks of another shape than 1 x 128 and, of weights, 128 x 128"
+    *rows, K = B.size()
+    return ops.blocks_refused(B._rowwise_data.device, math.prod(rows) // ranks, K)
 
 
 def _serial(
@@ -176,16 +139,27 @@ def _serial(
     """The same by NCCL and TE's GEMM."""
     if gathers:
         shard = ub.taken().contiguous()
-        whole = shard.new_empty(ub.group.size() * shard.shape[0], *shard.shape[1:])
-        dist.all_gather_into_tensor(whole, shard, group=ub.group)
+        whole = _gathered(shard, ub.group)
         if isinstance(B, Tensor):
             B.copy_(whole)
+        elif _in_blocks(B):
+            *rows, K = shard.shape
+            scales = _gathered(B._rowwise_scale_inv, ub.group)
+            B._rowwise_scale_inv = scales_of(scales, K, slice(0, math.prod(rows)))
+            B._rowwise_data = whole
+            ub.give_columnwise(B)
         else:
             B._data = whole
         return _general_gemm(A, B, **options)
     y = _general_gemm(A, B, **options)[0]
     dist.reduce_scatter_tensor(scattered, y.view(-1, *scattered.shape[1:]), group=ub.group)
     return y, None, None, scattered
+
+
+def _gathered(shard: Tensor, group: ProcessGroup) -> Tensor:
+    whole = shard.new_empty(group.size() * shard.shape[0], *shard.shape[1:])
+    dist.all_gather_into_tensor(whole, shard, group=group)
+    return whole
 
 
 class _Flag:
@@ -209,12 +183,13 @@ class _Flag:
 
 
 def _in_force() -> bool:
-    """Not in the stock arm of a comparison, nor with recipes of several scales a tensor."""
+    """Not in the stock arm of a comparison, nor with recipes that we do not know."""
     manager = base.FP8GlobalStateManager
     if arm.stock_now() or not manager.is_fp8_enabled():
         return not arm.stock_now()
     recipe = manager.get_fp8_recipe()
-    return bool(recipe.delayed() or recipe.float8_current_scaling())
+    known = recipe.delayed() or recipe.float8_current_scaling() or recipe.float8_block_scaling()
+    return bool(known)
 
 
 def assert_dim_for_fp8_exec(x: Any, *weights: Any) -> None:
@@ -223,9 +198,11 @@ def assert_dim_for_fp8_exec(x: Any, *weights: Any) -> None:
         _assert_dim_for_fp8_exec(x, *weights)
     except AssertionError as error:
         rows = math.prod(x.shape[:-1])
-        whole = -(-rows // _ROWS) * _ROWS
+        blocks = base.FP8GlobalStateManager.get_fp8_recipe().float8_block_scaling()
+        multiple = BLOCK if blocks else _ROWS
+        whole = -(-rows // multiple) * multiple
         raise ValueError(
-            f"{rows} rows of FP8 on a rank given, a multiple of {_ROWS} expected: pad packed "
+            f"{rows} rows of FP8 on a rank given, a multiple of {multiple} expected: pad packed "
             f"sequences, here to {whole} rows on each tensor-parallel rank ({error})"
         ) from None
 
@@ -243,7 +220,7 @@ def use(group: Callable[[], ProcessGroup], layers: Collection[str] | None = None
     """
 
     def initialize_ub(*_: Any, **__: Any) -> None:
-        base._ub_communicators = _Communicators(group())
+        base._ub_communicators = Communicators(group())
 
     base.initialize_ub = initialize_ub
     _stand_in(layers)
@@ -253,8 +230,8 @@ def name_for(name: str, group: ProcessGroup) -> str:
     """What a layer of this name and group asks for in place of userbuffers. Nobody needs to have
     initialised those.
     """
-    if not isinstance(base._ub_communicators, _Communicators):
-        base._ub_communicators = _Communicators(None)
+    if not isinstance(base._ub_communicators, Communicators):
+        base._ub_communicators = Communicators(None)
         _stand_in(None)
     base._ub_communicators.clear()  # of groups that have ended
     return f"{group.group_name}/{name}"
@@ -262,6 +239,7 @@ def name_for(name: str, group: ProcessGroup) -> str:
 
 def _stand_in(layers: Collection[str] | None) -> None:
     coverage.overlapped_otherwise = overlaps
+    te_communicators.use((base, linear, layernorm_linear, layernorm_mlp))
     for module in (linear, layernorm_linear, layernorm_mlp):
         module.general_gemm = general_gemm
         module.assert_dim_for_fp8_exec = assert_dim_for_fp8_exec

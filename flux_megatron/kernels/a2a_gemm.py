@@ -11,14 +11,12 @@ comes to a remote tile first pushes what nobody has pushed, so one resident CTA 
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flux_megatron.kernels import launch
+from flux_megatron.kernels.expert_call import ExpertCall
 from flux_megatron.kernels.expert_routes import (
     DRAWS,
     MORE_DRAWS,
@@ -35,28 +33,22 @@ from flux_megatron.kernels.expert_routes import (
     SEND_TILES,
     announce_group,
     copy_rows,
-    experts_per_signal,
     field,
     group_of,
-    header_bytes,
     word,
 )
-from flux_megatron.kernels.expert_tile import expert_tile, experts_operand
 from flux_megatron.kernels.expert_weights import ExpertWeights
-from flux_megatron.kernels.gemm_tile import store_tile, tile_origin
+from flux_megatron.kernels.gemm_tile import expert_tile, experts_operand, store_tile, tile_origin
 from flux_megatron.kernels.primitives import (
     MAX_COMM_TILES,
     acquire_for_tma_loads,
     deadline_after,
     wait_acquire_sys,
 )
-from flux_megatron.kernels.sizes import cdiv, next_power_of_2
 from flux_megatron.kernels.tile_draws import begin_draw, end_draw
-from flux_megatron.kernels.triton_launch import Launcher
-from flux_megatron.problem import Tile
+from flux_megatron.kernels.triton_launch import launch_kernel
 
 PUSHERS = 24  # CTAs that push first: enough for NVLink, few enough for the GEMM
-COPY_COLUMNS = 512
 
 
 @triton.jit
@@ -165,40 +157,19 @@ def a2a_gemm_kernel(
         tile = end_draw(ticket)
 
 
-@lru_cache(maxsize=256)
-def _launcher(
-    world_size: int, experts: int, N: int, K: int, capacity: int, dtype: torch.dtype,
-    device: torch.device, layout: str, tile: Tile, comm_rows: int, keep: bool, whole: bool,
-    pushers: int,
-) -> Launcher:  # fmt: skip
-    tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
-    most = (cdiv(capacity, tile.block_m) + world_size * experts) * cdiv(N, tile.block_n)
-    return Launcher(
-        a2a_gemm_kernel, launch.persistent_grid(device, most), tile, (N, K),
-        WORLD_SIZE=world_size, EXPERTS=experts, PER_SIGNAL=experts_per_signal(experts),
-        HEADER=header_bytes(world_size, experts), PUSHERS=pushers,
-        KEEP=keep, ROWS=comm_rows, COLUMNS=min(COPY_COLUMNS, next_power_of_2(K)),
-        BLOCK_G=next_power_of_2(world_size * experts), LAYOUT_NN=layout == "nn",
-    )  # fmt: skip
-
-
 def a2a_gemm(
-    x: Tensor, w: ExpertWeights, routes: Tensor, *, pointers: Tensor, pad: Tensor,
-    pad_pointers: Tensor, status: Tensor, rank: int, world_size: int, epoch: int, timeout_ns: int,
-    capacity: int, layout: str, tile: Tile, comm_rows: int, keep: bool,
-) -> Tensor:  # fmt: skip
+    x: Tensor, w: ExpertWeights, routes: Tensor, about: ExpertCall, *, keep: bool
+) -> Tensor:
     """x [T, K] to the ranks of its experts, times w [E, N, K] ("nn": [E, K, N]) there: y
     [capacity, N], 0 in rows that nobody sent. With `keep` local rows are copied to the buffer too.
     """
-    experts, *sides = w.matrices.shape
-    N = sides[0] if layout == "nt" else sides[1]
-    y = x.new_empty(capacity, N)
-    run = _launcher(
-        world_size, experts, N, x.shape[1], capacity, x.dtype, x.device, layout, tile, comm_rows,
-        keep, launch.has_whole_units(x, w.matrices), PUSHERS,
+    K, N = x.shape[1], w.columns(about.layout)
+    y = x.new_empty(about.capacity, N)
+    launch_kernel(
+        a2a_gemm_kernel, launch.persistent_grid(x.device, about.most_tiles(N)),
+        launch.without_tma_if_unaligned(about.tile, (K, N), x, w.matrices),
+        (x, w.matrices, y, routes, *about.tensors),
+        (*about.numbers, about.capacity, w.first, w.pitch), (N, K),
+        KEEP=keep, PUSHERS=PUSHERS, **about.constants(K),
     )  # fmt: skip
-    run(
-        (x, w.matrices, y, routes, pointers, pad, pad_pointers, status),
-        (rank, epoch, timeout_ns, capacity, w.first, w.pitch),
-    )
     return y

@@ -12,26 +12,18 @@ sizes.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin, w_operand
 from flux_megatron.kernels.primitives import acquire_for_tma_loads, deadline_after, wait_rows
-from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.kernels.sizes import tiles_of_shard
 from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, first_tile, settle
-from flux_megatron.kernels.triton_launch import Launcher
-from flux_megatron.problem import Problem, Tile
+from flux_megatron.kernels.triton_launch import launch_kernel
+from flux_megatron.problem import Tile
 from flux_megatron.scaling import Scaling, result_dtype, scales_or
 from flux_megatron.symm.program import Memory, Number
-
-
-def supports(problem: Problem) -> str | None:
-    """Why this kernel cannot run the problem, or None."""
-    return launch.supports(problem)
 
 
 # numbers that change from call to call must not compile new kernels
@@ -76,21 +68,6 @@ def ag_gemm_kernel(
     close_draws(tile, tiles, work_counter)
 
 
-@lru_cache(maxsize=1024)
-def _launcher(
-    x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device,
-    bias: bool, layout: str, tile: Tile, whole: bool, out_dtype: torch.dtype,
-) -> Launcher:  # fmt: skip
-    M_shard, K = x
-    tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
-    tiles = world_size * cdiv(M_shard, tile.block_m) * cdiv(N, tile.block_n)
-    return Launcher(
-        ag_gemm_kernel, launch.persistent_grid(device, tiles), tile, (M_shard, N, K),
-        WORLD_SIZE=world_size, HAS_BIAS=bias, SCALED=dtype.itemsize == 1,
-        LAYOUT_NN=layout == "nn",
-    )  # fmt: skip
-
-
 def ag_gemm(
     x: Memory, gathered: Memory, w: Memory, bias: Memory | None, *,
     pad: Memory, status: Memory, work_counter: Memory, rank: int, epoch: Number, timeout_ns: int,
@@ -100,18 +77,19 @@ def ag_gemm(
 
     Gives y [R * M_shard, N].
     """
-    M = gathered.shape[0]
+    M, (M_shard, K) = gathered.shape[0], x.shape
     N = w.shape[0] if layout == "nt" else w.shape[1]
     y = x.new_empty(M, N, dtype=result_dtype(x, scaling))
-    run = _launcher(
-        x.shape, N, M // x.shape[0], x.dtype, x.device, bias is not None, layout, tile,
-        launch.has_whole_units(x, w), y.dtype,
-    )  # fmt: skip
-    run(
+    tile = launch.without_tma_if_unaligned(tile, (K, N), x, w)
+    tiles = M // M_shard * tiles_of_shard(M_shard, N, tile)
+    launch_kernel(
+        ag_gemm_kernel, launch.persistent_grid(x.device, tiles), tile,
         (
             x, gathered, w, bias if bias is not None else x, *scales_or(x, scaling), y, pad, status,
             work_counter,
         ),
-        (rank, epoch, timeout_ns, comm_rows),
+        (rank, epoch, timeout_ns, comm_rows), (M_shard, N, K),
+        WORLD_SIZE=M // M_shard, HAS_BIAS=bias is not None, SCALED=x.dtype.itemsize == 1,
+        LAYOUT_NN=layout == "nn",
     )  # fmt: skip
     return y

@@ -12,15 +12,22 @@ once more, because every GEMM tile reads all of them, and words are twice as lon
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
 from flux_megatron.kernels import launch
+from flux_megatron.kernels.few_rows import (
+    RENEW_EVERY,
+    WORK_WORDS,
+    product,
+    registers_of,
+    renew,
+    send_to_all,
+    tile_words,
+)
 from flux_megatron.kernels.gemm_tile import store_tile, w_operand
-from flux_megatron.kernels.k_parts import product
 from flux_megatron.kernels.primitives import (
     acquire_for_tma_loads,
     count_acq_rel_gpu,
@@ -28,7 +35,6 @@ from flux_megatron.kernels.primitives import (
     deadline_after,
     wait_acquire_sys,
 )
-from flux_megatron.kernels.registers import registers_of
 from flux_megatron.kernels.sizes import (
     cdiv,
     next_power_of_2,
@@ -37,15 +43,8 @@ from flux_megatron.kernels.sizes import (
     values_in_word,
 )
 from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw
-from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.kernels.word_primitives import pack_pairs, pack_words, receive_sum
-from flux_megatron.kernels.word_tiles import (
-    RENEW_EVERY,
-    WORK_WORDS,
-    renew,
-    send_to_all,
-    tile_words,
-)
 from flux_megatron.problem import Tile
 from flux_megatron.symm import signals
 from flux_megatron.symm.program import Memory, Number
@@ -167,30 +166,6 @@ def ag_gemv_kernel(
         tl.store(arrivals + _ARRIVED, 0)  # the last CTA to leave: none waits any more
 
 
-@lru_cache(maxsize=1024)
-def _launcher(
-    x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device, bias: bool,
-    layout: str, tile: Tile, parts: int, whole: bool,
-) -> Launcher:  # fmt: skip
-    M_shard, K = x
-    values = values_in_word(dtype.itemsize)
-    columns = piece_columns(M_shard, world_size, K, values)
-    tile = replace(tile, block_m=rows_of(world_size * M_shard))
-    tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
-    work_tiles = cdiv(N, tile.block_n) * parts
-    # As many CTAs as GEMM tiles, or one an SM for the pieces: with more, an SM would make two tiles
-    # where another makes none.
-    (grid,) = launch.persistent_grid(device, world_size * cdiv(K, columns))
-    if device.type != "cpu":
-        grid = min(max(grid, work_tiles), signals.WORK_WORDS - signals.WORK_CLAIMS)
-    return Launcher(
-        ag_gemv_kernel, (grid,), tile, (M_shard, N, K),
-        registers=registers_of(tile, work_tiles, layout, dtype, device),
-        WORLD_SIZE=world_size, SHARD_ROWS=next_power_of_2(M_shard), PIECE_COLUMNS=columns,
-        HAS_BIAS=bias, LAYOUT_NN=layout == "nn", PARTS=parts, VALUES=values,
-    )  # fmt: skip
-
-
 def ag_gemv(
     x: Memory, gathered: Memory, w: Memory, bias: Memory | None, *, word_pointers: Memory,
     half_words: Number, epochs: Memory, work: Memory, arrivals: Memory, counters: Memory,
@@ -203,20 +178,29 @@ def ag_gemv(
     `epochs` [1], `work` and `arrivals` [2] belong to them, as `symm.word_channel` says. K is cut
     into `parts`, which `counters` count.
     """
-    M = len(gathered)
+    M, (M_shard, K) = len(gathered), x.shape
     N = w.shape[0] if layout == "nt" else w.shape[1]
     y, partials = x.new_empty(M, N), x
     if parts > 1:
         partials = x.new_empty(*partial_sums(M, N, tile, parts), dtype=torch.float32)
-    run = _launcher(
-        x.shape, N, M // len(x), x.dtype, x.device, bias is not None, layout, tile, parts,
-        launch.has_whole_units(gathered, w),
-    )  # fmt: skip
-    run(
+    world_size, values = M // M_shard, values_in_word(x.dtype.itemsize)
+    columns = piece_columns(M_shard, world_size, K, values)
+    tile = launch.without_tma_if_unaligned(replace(tile, block_m=rows_of(M)), (K, N), gathered, w)
+    work_tiles = cdiv(N, tile.block_n) * parts
+    # As many CTAs as GEMM tiles, or one an SM for the pieces: with more, an SM would make two tiles
+    # where another makes none.
+    (grid,) = launch.persistent_grid(x.device, world_size * cdiv(K, columns))
+    if x.device.type != "cpu":
+        grid = min(max(grid, work_tiles), signals.WORK_WORDS - signals.WORK_CLAIMS)
+    launch_kernel(
+        ag_gemv_kernel, (grid,), tile,
         (
             x, gathered, w, bias if bias is not None else x, y, partials, word_pointers, epochs,
             work, arrivals, counters, status,
         ),
-        (rank, half_words, timeout_ns),
+        (rank, half_words, timeout_ns), (M_shard, N, K),
+        registers=registers_of(tile, work_tiles, layout, x.dtype, x.device),
+        WORLD_SIZE=world_size, SHARD_ROWS=next_power_of_2(M_shard), PIECE_COLUMNS=columns,
+        HAS_BIAS=bias is not None, LAYOUT_NN=layout == "nn", PARTS=parts, VALUES=values,
     )  # fmt: skip
     return y

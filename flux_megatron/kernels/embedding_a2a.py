@@ -12,9 +12,6 @@ samples go to the result at once.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,9 +26,10 @@ from flux_megatron.kernels.primitives import (
 )
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
 from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, first_tile, settle
-from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.problem import Tile
-from flux_megatron.symm.signals import WORK_CLAIMS, WORK_WORDS
+from flux_megatron.symm.channel import Call
+from flux_megatron.symm.signals import WORK_CLAIMS, WORK_WORDS, as_int32
 
 CTAS_PER_SM = 3  # loads of many bags in flight hide the latency of each
 ROWS_AT_ONCE = 2  # of one bag, in flight together
@@ -175,45 +173,34 @@ def tile_of(D: int, bags: int, device: str) -> Tile:
     return Tile(max(4, min(4096 // block_n, next_power_of_2(bags))), block_n, num_warps=8)
 
 
-@lru_cache(maxsize=256)
-def _launcher(
-    sizes: tuple[int, ...], tables: tuple[int, ...], rank: int, mean: bool, dtype: torch.dtype,
-    tile: Tile, device: torch.device,
-) -> Launcher:  # fmt: skip
-    rows, samples, slice_samples, D = sizes
-    world_size = len(tables)
-    blocks = cdiv(samples, slice_samples) * cdiv(slice_samples, tile.block_m)
-    tiles = world_size * blocks * tables[rank] + (world_size - 1) * blocks
-    interpreted = device.type == "cpu"
-    (sms,) = launch.persistent_grid(device, tiles)
-    grid = sms if interpreted else min(tiles, CTAS_PER_SM * sms, WORK_WORDS - WORK_CLAIMS)
-    return Launcher(
-        embedding_a2a_kernel, (grid,), tile, (rows, samples, slice_samples, D),
-        WORLD_SIZE=world_size, MEAN=mean, UNROLL=1 if interpreted else ROWS_AT_ONCE,
-    )  # fmt: skip
-
-
 def embedding_a2a(
-    weight: Tensor, indices: Tensor, offsets: Tensor, *, received: Tensor,
-    received_pointers: Tensor, first_tables: Tensor, tables: tuple[int, ...], pad: Tensor,
-    pad_pointers: Tensor, counters: Tensor, work_counter: Tensor, status: Tensor, rank: int,
-    epoch: int, timeout_ns: int, slice_samples: int, mean: bool, tile: Tile,
+    weight: Tensor, indices: Tensor, offsets: Tensor, call: Call, *, first_tables: Tensor,
+    tables: tuple[int, ...], slice_samples: int, mean: bool, tile: Tile,
 ) -> Tensor:  # fmt: skip
     """weight [T_local, rows, D], indices [nnz], offsets [T_local * B + 1]  ->  [B / R, T, D].
 
-    `tables` has every rank's T_local, `first_tables` [R + 1] on the device their sums. `received`,
-    as large as the result, is where the other ranks' rows come.
+    `tables` has every rank's T_local, `first_tables` [R + 1] on the device their sums. The other
+    ranks' rows come to the call's region, which is as large as the result.
     """
     samples = (offsets.numel() - 1) // weight.shape[0] // len(tables)
     rows, D = weight.shape[1:]
     y = weight.new_empty(samples, sum(tables), D)
-    sizes = (rows, samples, slice_samples, D)
-    run = _launcher(sizes, tables, rank, mean, weight.dtype, tile, weight.device)
-    run(
+    received, channel = call.view(call.rank, y.shape, y.dtype), call.channel
+    world_size, interpreted = len(tables), weight.device.type == "cpu"
+    blocks = cdiv(samples, slice_samples) * cdiv(slice_samples, tile.block_m)
+    tiles = world_size * blocks * tables[call.rank] + (world_size - 1) * blocks
+    (grid,) = launch.persistent_grid(weight.device, tiles)
+    if not interpreted:
+        grid = min(tiles, CTAS_PER_SM * grid, WORK_WORDS - WORK_CLAIMS)
+    launch_kernel(
+        embedding_a2a_kernel, (grid,), tile,
         (
-            weight, indices, offsets, y, received, received_pointers, first_tables,
-            pad, pad_pointers, counters, work_counter, status,
+            weight, indices, offsets, y, received, call.pointers, first_tables,
+            call.pads[call.rank], call.pad_pointers, channel.tile_counters, channel.work_counter,
+            call.status,
         ),
-        (rank, epoch, timeout_ns, indices.numel()),
+        (call.rank, as_int32(call.epoch), call.timeout_ns, indices.numel()),
+        (rows, samples, slice_samples, D),
+        WORLD_SIZE=world_size, MEAN=mean, UNROLL=1 if interpreted else ROWS_AT_ONCE,
     )  # fmt: skip
     return y

@@ -14,8 +14,6 @@ sort, runs before them meanwhile.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -25,8 +23,10 @@ from flux_megatron.kernels import launch
 from flux_megatron.kernels.embedding_a2a import CTAS_PER_SM, ROWS_AT_ONCE, add_rows
 from flux_megatron.kernels.primitives import deadline_after, wait_rows
 from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.problem import Tile
+from flux_megatron.symm.channel import Call
+from flux_megatron.symm.signals import as_int32
 
 CHUNK = 256  # entries
 
@@ -105,24 +105,9 @@ def row_sums_kernel(
             tl.store(dw + at, acc.to(dw.dtype.element_ty), mask=mask)
 
 
-@lru_cache(maxsize=256)
-def _launcher(
-    kernel, blocks: int, sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], world_size: int,
-    scaled: bool, chunk: int, tile: Tile, device: torch.device,
-) -> Launcher:  # fmt: skip
-    (sms,) = launch.persistent_grid(device, cdiv(blocks, CTAS_PER_SM))
-    interpreted = device.type == "cpu"
-    return Launcher(
-        kernel, (sms if interpreted else min(blocks, CTAS_PER_SM * sms),), tile, sizes,
-        WORLD_SIZE=world_size, SCALED=scaled, CHUNK=chunk,
-        UNROLL=1 if interpreted else ROWS_AT_ONCE,
-    )  # fmt: skip
-
-
 def embedding_gradient(
-    gradients: Tensor, keys: Tensor, starts: Tensor, entries: Tensor, scales: Tensor | None, *,
-    dw: Tensor, pad: Tensor, status: Tensor, rank: int, world_size: int, epoch: int,
-    timeout_ns: int, samples: int, slice_samples: int, tile: Tile, chunk: int = CHUNK,
+    gradients: Tensor, keys: Tensor, entries: Tensor, starts: Tensor, scales: Tensor | None,
+    call: Call, *, dw: Tensor, samples: int, slice_samples: int, tile: Tile, chunk: int = CHUNK,
 ) -> None:  # fmt: skip
     """dw [T_local, rows, D] from gradients [B * T_local, D], once they have come.
 
@@ -134,15 +119,27 @@ def embedding_gradient(
     chunks = keys.numel() // chunk
     sums = torch.empty(max(chunks, 1), D, dtype=torch.float32, device=dw.device)
     weights = entries if scales is None else scales
-    numbers = (rank, epoch, timeout_ns)
-    dtypes = (gradients.dtype, keys.dtype)
-    options = (dtypes, world_size, scales is not None, chunk, tile, dw.device)
+    interpreted = dw.device.type == "cpu"
+
+    def launched(kernel, blocks: int, tensors: tuple, numbers: tuple, sizes: tuple) -> None:
+        (sms,) = launch.persistent_grid(dw.device, cdiv(blocks, CTAS_PER_SM))
+        launch_kernel(
+            kernel, (sms if interpreted else min(blocks, CTAS_PER_SM * sms),), tile,
+            (*tensors, call.pads[call.rank], call.status),
+            (call.rank, as_int32(call.epoch), call.timeout_ns, *numbers), sizes,
+            WORLD_SIZE=call.world_size, SCALED=scales is not None, CHUNK=chunk,
+            UNROLL=1 if interpreted else ROWS_AT_ONCE,
+        )  # fmt: skip
+
     if chunks:
         sizes = (bags, samples, slice_samples, D)
         blocks = 1 << (cdiv(chunks, tile.block_m) - 1).bit_length()  # few grids for any nnz
-        run = _launcher(chunk_sums_kernel, blocks, sizes, *options)
-        run((gradients, keys, entries, weights, sums, pad, status), (*numbers, chunks))
+        launched(
+            chunk_sums_kernel, blocks, (gradients, keys, entries, weights, sums), (chunks,), sizes
+        )
     table_rows = starts.numel() - 1
-    sizes = (bags, samples, slice_samples, table_rows, D)
-    run = _launcher(row_sums_kernel, cdiv(table_rows, tile.block_m), sizes, *options)
-    run((gradients, starts, entries, weights, sums, dw, pad, status), numbers)
+    launched(
+        row_sums_kernel, cdiv(table_rows, tile.block_m),
+        (gradients, starts, entries, weights, sums, dw), (),
+        (bags, samples, slice_samples, table_rows, D),
+    )  # fmt: skip

@@ -10,8 +10,6 @@ All arithmetic is fp32; a stored value is rounded once.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from flux_megatron.kernels.launch import persistent_grid
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
-from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.problem import Tile
 
 ACTIVATIONS = ("silu", "gelu")
@@ -116,23 +114,25 @@ def scaled_backward_kernel(
     tl.store(dscale + rows, products.to(dscale.dtype.element_ty), mask=rows < M)
 
 
-@lru_cache(maxsize=256)
-def _gated(kernel, capacity: int, slots: int, N: int, activation: str, code: tuple) -> Launcher:
-    """`code` has the rest that selects compiled code: dtype and device."""
+def _launch_gated(
+    kernel, capacity: int, N: int, activation: str, received: Tensor, *tensors: Tensor
+) -> None:
+    """`tensors` are those of the kernel, which reads the counts `received`."""
     tile = Tile(1, min(BLOCK, next_power_of_2(N)), num_warps=8)
     blocks = max(1, capacity * cdiv(N, tile.block_n))
-    (sms,) = persistent_grid(code[1], blocks)
-    return Launcher(
-        kernel, (min(CTAS_OF_AN_SM * sms, blocks),), tile, (N,),
-        ACTIVATION=activation, SLOTS=next_power_of_2(slots),
+    (sms,) = persistent_grid(received.device, blocks)
+    launch_kernel(
+        kernel, (min(CTAS_OF_AN_SM * sms, blocks),), tile, tensors,
+        (received.numel(), capacity), (N,),
+        ACTIVATION=activation, SLOTS=next_power_of_2(received.numel()),
     )  # fmt: skip
 
 
-@lru_cache(maxsize=256)
-def _scaled(kernel, M: int, N: int, code: tuple) -> Launcher:
-    block_n = next_power_of_2(N)
-    tile = Tile(max(1, BLOCK // block_n), block_n, num_warps=16 if block_n > 4096 else 8)
-    return Launcher(kernel, (cdiv(M, tile.block_m),), tile, (N,))
+def _launch_scaled(kernel, M: int, N: int, *tensors: Tensor) -> None:
+    if M:
+        block_n = next_power_of_2(N)
+        tile = Tile(max(1, BLOCK // block_n), block_n, num_warps=16 if block_n > 4096 else 8)
+        launch_kernel(kernel, (cdiv(M, tile.block_m),), tile, tensors, (M,), (N,))
 
 
 def gated_forward(x: Tensor, received: Tensor, activation: str) -> Tensor:
@@ -140,38 +140,30 @@ def gated_forward(x: Tensor, received: Tensor, activation: str) -> Tensor:
 
     Of the first rows, as many as `received` int32 [R, E] counts; nothing is written behind them.
     """
-    capacity, N = x.shape[0], x.shape[1] // 2
-    y = x.new_empty(capacity, N)
-    slots = received.numel()
-    run = _gated(gated_forward_kernel, capacity, slots, N, activation, (x.dtype, x.device))
-    run((x, received, y), (slots, capacity))
+    N = x.shape[1] // 2
+    y = x.new_empty(len(x), N)
+    _launch_gated(gated_forward_kernel, len(x), N, activation, received, x, received, y)
     return y
 
 
 def gated_backward(dy: Tensor, x: Tensor, received: Tensor, activation: str) -> Tensor:
     """dx [capacity, 2 N] for dy [capacity, N], of the same rows."""
-    capacity, N = dy.shape
     dx = torch.empty_like(x)
-    slots = received.numel()
-    run = _gated(gated_backward_kernel, capacity, slots, N, activation, (x.dtype, x.device))
-    run((dy, x, received, dx), (slots, capacity))
+    _launch_gated(
+        gated_backward_kernel, *dy.shape, activation, received, dy, x, received, dx
+    )  # fmt: skip
     return dx
 
 
 def scaled_forward(x: Tensor, scale: Tensor) -> Tensor:
     """x [M, N], scale [M] of any dtype -> x * scale [M, N] in the dtype of x."""
-    M, N = x.shape
     y = torch.empty_like(x)
-    if M:
-        _scaled(scaled_forward_kernel, M, N, (x.dtype, scale.dtype, x.device))((x, scale, y), (M,))
+    _launch_scaled(scaled_forward_kernel, *x.shape, x, scale, y)
     return y
 
 
 def scaled_backward(dy: Tensor, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """dx [M, N] and dscale [M] for dy [M, N]."""
-    M, N = x.shape
     dx, dscale = torch.empty_like(x), torch.empty_like(scale)
-    if M:
-        run = _scaled(scaled_backward_kernel, M, N, (x.dtype, scale.dtype, x.device))
-        run((dy, x, scale, dx, dscale), (M,))
+    _launch_scaled(scaled_backward_kernel, *x.shape, dy, x, scale, dx, dscale)
     return dx, dscale

@@ -17,12 +17,8 @@ all refuse the same call: then every count in the routes is 0, and nothing is re
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flux_megatron.kernels.primitives import (
     MAX_COMM_TILES,
@@ -32,9 +28,6 @@ from flux_megatron.kernels.primitives import (
     signal_release_sys,
     wait_acquire_sys,
 )
-from flux_megatron.kernels.sizes import cdiv, next_power_of_2
-from flux_megatron.kernels.triton_launch import Launcher
-from flux_megatron.problem import Tile
 from flux_megatron.symm import signals
 
 # fields of a group: its first tile among all groups', its first row here and at the other rank
@@ -48,24 +41,6 @@ DRAWS, MORE_DRAWS, RECV_TILES, RECV_ROWS, SEND_TILES, OWN_RECV_TILES, OWN_SEND_T
 WORDS = tl.constexpr(8)
 _CAPACITY = tl.constexpr(signals.REFUSED_CAPACITY)
 _COUNTS = tl.constexpr(signals.REFUSED_COUNTS)
-
-
-def header_bytes(world_size: int, experts: int) -> int:
-    """Bytes before the rows in a region: from every rank its counts and how many rows it has."""
-    return cdiv(world_size * (world_size * experts + 1) * 4, 256) * 256
-
-
-def experts_per_signal(experts: int) -> int:
-    """Slot 0 of a rank announces its counts, the others its rows."""
-    return cdiv(experts, signals.MAX_COMM_TILES - 1)
-
-
-def new_routes(counts: Tensor) -> Tensor:
-    """Memory for the routes of one call."""
-    world_size, experts = counts.shape
-    arrivals = world_size * cdiv(experts, experts_per_signal(experts))
-    words = FIELDS.value * world_size * experts + WORDS.value + arrivals
-    return counts.new_empty(words)
 
 
 @triton.jit
@@ -254,34 +229,3 @@ def exchange_counts_kernel(
     tl.store(word(routes, SEND_TILES, groups), send_tiles)
     arrived = tl.arange(0, BLOCK_G)
     tl.store(word(routes, WORDS, groups) + arrived, 0, mask=arrived < ARRIVALS)
-
-
-@lru_cache(maxsize=256)
-def _launcher(
-    world_size: int, experts: int, block_m: int, rows: int, device: torch.device
-) -> Launcher:
-    return Launcher(
-        exchange_counts_kernel, (1,), Tile(block_m=block_m, num_warps=4, num_stages=1),
-        WORLD_SIZE=world_size, EXPERTS=experts, BLOCK_R=next_power_of_2(world_size),
-        BLOCK_E=next_power_of_2(experts), BLOCK_G=next_power_of_2(world_size * experts), ROWS=rows,
-        ARRIVALS=world_size * cdiv(experts, experts_per_signal(experts)),
-    )  # fmt: skip
-
-
-def exchange_counts(
-    counts: Tensor, *, pointers: Tensor, pad: Tensor, pad_pointers: Tensor, status: Tensor,
-    rank: int, epoch: int, timeout_ns: int, rows: int, capacity: int, block_m: int, comm_rows: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The routes of a call, and what this rank receives: int32 [R, E], by source and expert.
-
-    `rows` is what `counts` [R, E] must add up to, `capacity` what no rank may receive more of.
-    GEMM tiles have `block_m` rows, pushes and copies `comm_rows`.
-    """
-    world_size, experts = counts.shape
-    routes, received = new_routes(counts), torch.empty_like(counts)
-    run = _launcher(world_size, experts, block_m, comm_rows, counts.device)
-    run(
-        (counts, routes, received, pointers, pad, pad_pointers, status),
-        (rank, epoch, timeout_ns, rows, capacity),
-    )
-    return routes, received

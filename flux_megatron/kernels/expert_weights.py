@@ -33,6 +33,10 @@ class ExpertWeights(NamedTuple):
         """The row at which the first expert's matrix begins."""
         return -self.pitch * (len(self.matrices) - 1) if self.reverse else 0
 
+    def columns(self, layout: str) -> int:
+        """Of the product of rows and a matrix."""
+        return self.matrices.shape[1 if layout == "nt" else 2]
+
     def of(self, expert: int) -> Tensor:
         """The matrix [N, K] of an expert."""
         return self.matrices[len(self.matrices) - 1 - expert if self.reverse else expert]

@@ -6,8 +6,6 @@ tensor, or are added where gradients lie (`expert_weights`).
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -15,8 +13,8 @@ from torch import Tensor
 
 from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.gemm_tile import multiply_add, tile_origin
-from flux_megatron.kernels.sizes import cdiv, next_power_of_2
-from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.kernels.sizes import next_power_of_2, tiles_of_shard
+from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.problem import Tile
 
 
@@ -57,19 +55,12 @@ def expert_wgrad_kernel(
     tl.store(out, acc.to(dw.dtype.element_ty), mask=inside)
 
 
-@lru_cache(maxsize=256)
-def _launcher(
-    experts: int, M: int, N: int, dtype: torch.dtype, into: torch.dtype, device: torch.device,
-    add: bool,
-) -> Launcher:  # fmt: skip
-    if device.type == "cpu":  # few large blocks are cheaper than many
-        tile = Tile(min(64, next_power_of_2(M)), min(64, next_power_of_2(N)), 32)
-    elif dtype == torch.float32:
-        tile = Tile(64, 64, 32, num_warps=4)
-    else:
-        tile = Tile(128, 128, 64, num_warps=8, num_stages=3)
-    grid = experts * cdiv(M, tile.block_m) * cdiv(N, tile.block_n)
-    return Launcher(expert_wgrad_kernel, (grid,), tile, (M, N), ADD=add)
+def _tile(M: int, N: int, a: Tensor) -> Tile:
+    if a.device.type == "cpu":  # few large blocks are cheaper than many
+        return Tile(min(64, next_power_of_2(M)), min(64, next_power_of_2(N)), 32)
+    if a.dtype == torch.float32:
+        return Tile(64, 64, 32, num_warps=4)
+    return Tile(128, 128, 64, num_warps=8, num_stages=3)
 
 
 def expert_wgrad(a: Tensor, b: Tensor, ends: Tensor, into: ExpertWeights | None = None) -> Tensor:
@@ -80,7 +71,9 @@ def expert_wgrad(a: Tensor, b: Tensor, ends: Tensor, into: ExpertWeights | None 
     """
     M, N = a.shape[1], b.shape[1]
     dw = into or ExpertWeights(a.new_empty(len(ends), M, N))
-    found = dw.matrices
-    run = _launcher(len(ends), M, N, a.dtype, found.dtype, a.device, into is not None)
-    run((a, b, ends, found), (dw.first, dw.pitch))
-    return found
+    tile = _tile(M, N, a)
+    launch_kernel(
+        expert_wgrad_kernel, (len(ends) * tiles_of_shard(M, N, tile),), tile,
+        (a, b, ends, dw.matrices), (dw.first, dw.pitch), (M, N), ADD=into is not None,
+    )  # fmt: skip
+    return dw.matrices

@@ -7,18 +7,20 @@ gemm_a2a_kernel   takes the tiles of remote groups first: each is stored straigh
 
 Groups and offsets are those of `expert_routes`. Tiles of remote groups wait for nobody and come
 before all that waits, so one resident CTA is enough.
+
+expert_collect_kernel   those copies behind the Hopper kernel of the GEMM: warps that await [Z]
+                        beside the tensor cores slow them down, and all SMs copy faster than what a
+                        GEMM leaves of them
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flux_megatron.kernels import launch
+from flux_megatron.kernels.expert_call import ExpertCall
 from flux_megatron.kernels.expert_routes import (
     DRAWS,
     OWN_RECV_TILES,
@@ -34,27 +36,24 @@ from flux_megatron.kernels.expert_routes import (
     SEND_TILES,
     announce_group,
     copy_rows,
-    experts_per_signal,
     field,
     group_of,
-    header_bytes,
     word,
 )
-from flux_megatron.kernels.expert_tile import expert_tile, experts_operand
 from flux_megatron.kernels.expert_weights import ExpertWeights
-from flux_megatron.kernels.gemm_tile import store_tile, tile_origin
+from flux_megatron.kernels.gemm_tile import expert_tile, experts_operand, store_tile, tile_origin
 from flux_megatron.kernels.primitives import (
     MAX_COMM_TILES,
     complete_tma_stores,
     deadline_after,
     wait_acquire_sys,
 )
-from flux_megatron.kernels.sizes import cdiv, next_power_of_2
+from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.tile_draws import begin_draw, end_draw
-from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.problem import Tile
 
-COPY_COLUMNS = 512
+COLLECTING_CTAS = 4  # of an SM, of 8 warps, so that enough loads are on the way
 
 
 @triton.jit
@@ -137,39 +136,50 @@ def gemm_a2a_kernel(
         tile = end_draw(ticket)
 
 
-@lru_cache(maxsize=256)
-def _launcher(
-    world_size: int, experts: int, N: int, K: int, capacity: int, dtype: torch.dtype,
-    device: torch.device, layout: str, tile: Tile, comm_rows: int, whole: bool,
-) -> Launcher:  # fmt: skip
-    tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
-    most = (cdiv(capacity, tile.block_m) + world_size * experts) * cdiv(N, tile.block_n)
-    return Launcher(
-        gemm_a2a_kernel, launch.persistent_grid(device, most), tile, (N, K),
-        WORLD_SIZE=world_size, EXPERTS=experts, PER_SIGNAL=experts_per_signal(experts),
-        HEADER=header_bytes(world_size, experts), ROWS=comm_rows,
-        COLUMNS=min(COPY_COLUMNS, next_power_of_2(N)),
-        BLOCK_G=next_power_of_2(world_size * experts), LAYOUT_NN=layout == "nn",
-    )  # fmt: skip
-
-
 def gemm_a2a(
-    x: Tensor, w: ExpertWeights, routes: Tensor, *, pointers: Tensor, pad: Tensor,
-    pad_pointers: Tensor, status: Tensor, rank: int, world_size: int, epoch: int, timeout_ns: int,
-    tokens: int, layout: str, tile: Tile, comm_rows: int,
-) -> Tensor:  # fmt: skip
+    x: Tensor, w: ExpertWeights, routes: Tensor, about: ExpertCall, *, tokens: int
+) -> Tensor:
     """x [capacity, K], sorted by (expert, source rank), times w [E, N, K] ("nn": [E, K, N]), each
     row back at its source: y [tokens, N], in the order in which they were sent.
     """
-    experts, *sides = w.matrices.shape
-    N = sides[0] if layout == "nt" else sides[1]
+    K, N = x.shape[1], w.columns(about.layout)
     y = x.new_empty(tokens, N)
-    run = _launcher(
-        world_size, experts, N, x.shape[1], x.shape[0], x.dtype, x.device, layout, tile,
-        comm_rows, launch.has_whole_units(x, w.matrices),
+    launch_kernel(
+        gemm_a2a_kernel, launch.persistent_grid(x.device, about.most_tiles(N)),
+        launch.without_tma_if_unaligned(about.tile, (K, N), x, w.matrices),
+        (x, w.matrices, y, routes, *about.tensors), (*about.numbers, w.first, w.pitch), (N, K),
+        **about.constants(N),
     )  # fmt: skip
-    run(
-        (x, w.matrices, y, routes, pointers, pad, pad_pointers, status),
-        (rank, epoch, timeout_ns, w.first, w.pitch),
-    )
     return y
+
+
+# numbers that change from call to call must not compile a kernel each
+@triton.jit(do_not_specialize=["rank", "epoch", "timeout_ns"])
+def expert_collect_kernel(
+    received, y, routes, pad, status, rank, epoch, timeout_ns: tl.int64, N,
+    WORLD_SIZE: tl.constexpr, EXPERTS: tl.constexpr, PER_SIGNAL: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    deadline = deadline_after(timeout_ns)
+    groups: tl.constexpr = WORLD_SIZE * EXPERTS
+    own = tl.load(word(routes, OWN_SEND_TILES, groups))
+    copies = tl.load(word(routes, SEND_TILES, groups)) - own
+    for copy in range(tl.program_id(0), copies, tl.num_programs(0)):
+        collect(
+            y, routes, received, pad, status, copy, rank, epoch, deadline, N,
+            WORLD_SIZE, EXPERTS, PER_SIGNAL, ROWS, COLUMNS, BLOCK_G,
+        )  # fmt: skip
+
+
+def expert_collect(received: Tensor, y: Tensor, routes: Tensor, about: ExpertCall) -> None:
+    """Copy rows of experts of other ranks from `received` [capacity, N], this rank's region, to
+    y [tokens, N], when [Z] says that they are there.
+    """
+    most = cdiv(about.capacity, about.comm_rows) + about.groups  # each may end with a part
+    (sms,) = launch.persistent_grid(y.device, most)
+    _, pad, _, status = about.tensors
+    launch_kernel(
+        expert_collect_kernel, (min(most, COLLECTING_CTAS * sms),), Tile(num_warps=8),
+        (received, y, routes, pad, status), about.numbers, (y.shape[1],),
+        **about.constants(y.shape[1]),
+    )  # fmt: skip

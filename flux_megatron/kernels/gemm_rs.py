@@ -9,9 +9,6 @@ reduce_received_kernel  waits [B] of every rank, then sums the blocks in fp32 in
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
 
@@ -23,17 +20,12 @@ from flux_megatron.kernels.primitives import (
     count_acq_rel_gpu,
     signal_release_sys,
 )
-from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.kernels.sizes import tiles_of_shard
 from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, first_tile, settle
-from flux_megatron.kernels.triton_launch import Launcher
-from flux_megatron.problem import Problem, Tile
+from flux_megatron.kernels.triton_launch import launch_kernel
+from flux_megatron.problem import Tile
 from flux_megatron.scaling import Scaling, scales_or
 from flux_megatron.symm.program import Memory, Number
-
-
-def supports(problem: Problem) -> str | None:
-    """Why this kernel cannot run the problem, or None."""
-    return launch.supports(problem)
 
 
 @triton.jit
@@ -88,20 +80,6 @@ def gemm_rs_kernel(
     close_draws(tile, tiles, work_counter)
 
 
-@lru_cache(maxsize=1024)
-def _launcher(
-    x: torch.Size, N: int, world_size: int, dtype: torch.dtype, device: torch.device,
-    layout: str, tile: Tile, whole: bool, out_dtype: torch.dtype,
-) -> Launcher:  # fmt: skip
-    M_shard, K = x[0] // world_size, x[1]
-    tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
-    tiles = world_size * cdiv(M_shard, tile.block_m) * cdiv(N, tile.block_n)
-    return Launcher(
-        gemm_rs_kernel, launch.persistent_grid(device, tiles), tile, (M_shard, N, K),
-        WORLD_SIZE=world_size, SCALED=dtype.itemsize == 1, LAYOUT_NN=layout == "nn",
-    )  # fmt: skip
-
-
 def gemm_rs(
     x: Memory, w: Memory, *, received: Memory, received_pointers: Memory, pad_pointers: Memory,
     counters: Memory, work_counter: Memory, rank: int, world_size: int, epoch: Number,
@@ -111,15 +89,16 @@ def gemm_rs(
     rank r's receive buffer. `received_pointers` [R] has the addresses of all receive buffers,
     `received` is this rank's.
     """
+    M_shard, K = x.shape[0] // world_size, x.shape[1]
     N = w.shape[0] if layout == "nt" else w.shape[1]
-    run = _launcher(
-        x.shape, N, world_size, x.dtype, x.device, layout, tile, launch.has_whole_units(x, w),
-        received.dtype,
-    )  # fmt: skip
-    run(
+    tile = launch.without_tma_if_unaligned(tile, (K, N), x, w)
+    tiles = world_size * tiles_of_shard(M_shard, N, tile)
+    launch_kernel(
+        gemm_rs_kernel, launch.persistent_grid(x.device, tiles), tile,
         (
             x, w, *scales_or(x, scaling), received, received_pointers, pad_pointers, counters,
             work_counter,
         ),
-        (rank, epoch, comm_rows),
+        (rank, epoch, comm_rows), (M_shard, N, K),
+        WORLD_SIZE=world_size, SCALED=x.dtype.itemsize == 1, LAYOUT_NN=layout == "nn",
     )  # fmt: skip

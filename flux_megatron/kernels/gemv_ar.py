@@ -15,17 +15,24 @@ the earlier ones have been drawn: one resident CTA a rank suffices.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
 from flux_megatron.kernels import launch
+from flux_megatron.kernels.few_rows import (
+    RENEW_EVERY,
+    WORK_WORDS,
+    product,
+    registers_of,
+    renew,
+    send_to,
+    send_to_all,
+    tile_words,
+)
 from flux_megatron.kernels.gemm_tile import store_tile, w_operand
-from flux_megatron.kernels.k_parts import product
 from flux_megatron.kernels.primitives import deadline_after
-from flux_megatron.kernels.registers import registers_of
 from flux_megatron.kernels.sizes import (
     cdiv,
     next_power_of_2,
@@ -34,16 +41,8 @@ from flux_megatron.kernels.sizes import (
     values_in_word,
 )
 from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, first_tile, settle
-from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.kernels.word_primitives import pack_words, receive_sum, send_words
-from flux_megatron.kernels.word_tiles import (
-    RENEW_EVERY,
-    WORK_WORDS,
-    renew,
-    send_to,
-    send_to_all,
-    tile_words,
-)
 from flux_megatron.problem import Problem, Tile
 from flux_megatron.symm import signals
 from flux_megatron.symm.program import Memory, Number
@@ -178,29 +177,6 @@ def gemv_ar_kernel(
         tl.store(epochs, epoch)  # the last draw in vain: every CTA has read it
 
 
-@lru_cache(maxsize=1024)
-def _launcher(
-    M: int, N: int, K: int, world_size: int, dtype: torch.dtype, device: torch.device,
-    layout: str, tile: Tile, parts: int, two_phase: bool, scatters: bool, whole: bool,
-) -> Launcher:  # fmt: skip
-    tile = replace(tile, block_m=rows_of(M))
-    tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
-    block_y = next_power_of_2(M // world_size) if scatters else tile.block_m
-    values = values_in_word(dtype.itemsize)
-    work_tiles = cdiv(N, tile.block_n) * parts
-    if device.type == "cpu":
-        grid = launch.persistent_grid(device, work_tiles)
-    else:  # more than one CTA fits on an SM
-        grid = (min(work_tiles, signals.WORK_WORDS - signals.WORK_CLAIMS),)
-    return Launcher(
-        gemv_ar_kernel, grid, tile, (M, N, K),
-        registers=registers_of(tile, work_tiles, layout, dtype, device),
-        WORLD_SIZE=world_size, TWO_PHASE=two_phase, BLOCK_Y=block_y,
-        SUM_N=sum_columns(tile, block_y * world_size, values), LAYOUT_NN=layout == "nn",
-        SCATTERS=scatters, PARTS=parts, VALUES=values,
-    )  # fmt: skip
-
-
 def gemv_ar(
     x: Memory, w: Memory, *, word_pointers: Memory, half_words: Number, epochs: Memory,
     work: Memory, counters: Memory, status: Memory, rank: int, world_size: int, timeout_ns: int,
@@ -216,15 +192,24 @@ def gemv_ar(
     M, K = x.shape
     N = w.shape[0] if layout == "nt" else w.shape[1]
     y = x.new_empty(M // world_size if scatters else M, N)
-    run = _launcher(
-        M, N, K, world_size, x.dtype, x.device, layout, tile, parts, two_phase, scatters,
-        launch.has_whole_units(x, w),
-    )  # fmt: skip
     partials = x
     if parts > 1:
         partials = x.new_empty(*partial_sums(M, N, tile, parts), dtype=torch.float32)
-    run(
+    tile = launch.without_tma_if_unaligned(replace(tile, block_m=rows_of(M)), (K, N), x, w)
+    block_y = next_power_of_2(M // world_size) if scatters else tile.block_m
+    values = values_in_word(x.dtype.itemsize)
+    work_tiles = cdiv(N, tile.block_n) * parts
+    if x.device.type == "cpu":
+        grid = launch.persistent_grid(x.device, work_tiles)
+    else:  # more than one CTA fits on an SM
+        grid = (min(work_tiles, signals.WORK_WORDS - signals.WORK_CLAIMS),)
+    launch_kernel(
+        gemv_ar_kernel, grid, tile,
         (x, w, y, partials, word_pointers, epochs, work, counters, status),
-        (rank, half_words, timeout_ns),
+        (rank, half_words, timeout_ns), (M, N, K),
+        registers=registers_of(tile, work_tiles, layout, x.dtype, x.device),
+        WORLD_SIZE=world_size, TWO_PHASE=two_phase, BLOCK_Y=block_y,
+        SUM_N=sum_columns(tile, block_y * world_size, values), LAYOUT_NN=layout == "nn",
+        SCATTERS=scatters, PARTS=parts, VALUES=values,
     )  # fmt: skip
     return y

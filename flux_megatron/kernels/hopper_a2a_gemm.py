@@ -12,36 +12,24 @@ Pushes wait for nobody and no tile makes them wait, so one resident CTA is enoug
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flux_megatron.kernels import hopper_descriptors, launch
-from flux_megatron.kernels.expert_routes import (
-    RECV_ROW,
-    RECV_TILES,
-    SEND_ROW,
-)
+from flux_megatron.kernels.expert_call import ExpertCall, expert_config
+from flux_megatron.kernels.expert_routes import RECV_ROW, RECV_TILES, SEND_ROW
 from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.gluon_versions import Descriptor, Number, Pointer, aggregate
-from flux_megatron.kernels.hopper_epilogue import new_staging_tile
-from flux_megatron.kernels.hopper_expert_config import ExpertConfig, expert_config, most_tiles
-from flux_megatron.kernels.hopper_handed_tiles import HandedTiles, store_groups
+from flux_megatron.kernels.hopper_handed_tiles import run_roles
 from flux_megatron.kernels.hopper_primitives import complete_tma_stores, uniform
-from flux_megatron.kernels.hopper_ring import new_ring
-from flux_megatron.kernels.hopper_roles import multiply, produce
 from flux_megatron.kernels.hopper_routes import Routes, expert_operand, store_clipped
-from flux_megatron.kernels.hopper_rows import TravellingRows, send_rows
-from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
+from flux_megatron.kernels.hopper_rows import TravellingRows
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import whole_tiles
 from flux_megatron.kernels.hopper_tile_order import Sizes
-from flux_megatron.kernels.triton_launch import Launcher
-from flux_megatron.problem import Tile
+from flux_megatron.kernels.triton_launch import launch_kernel
 
 
 @aggregate
@@ -59,12 +47,9 @@ class RoutedRows:
     sizes: Sizes
 
     @gluon.jit
-    def deadline(self):
-        return self.routes.signals.deadline()
-
-    @gluon.jit
-    def none_arrived(self):
-        return self.routes.signals.epoch * 0 - 1  # no slot
+    def begin(self):
+        signals = self.routes.signals
+        return signals.deadline(), signals.epoch * 0 - 1  # no slot
 
     @gluon.jit
     def load_ahead(self, ring, grid, work):
@@ -141,67 +126,38 @@ def hopper_a2a_gemm_kernel(
     )  # fmt: skip
     columns = gl.cdiv(N, BLOCK_N)
     count = gl.load(routing.word(RECV_TILES)) * columns
-    ctas = gl.num_programs(0)
-    tiles = whole_tiles(count, ctas)
-    exchange = new_exchange(2, 2)
-    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
-    staging = new_staging_tile(y_desc)
+    tiles = whole_tiles(count, gl.num_programs(0))
     operands = RoutedRows(x_desc, received_desc, w_desc, w_first, w_pitch, routing, sizes)
     targets = StoredGroups(y, y_desc, routing, sizes)
     moved = TravellingRows(
         x, kept, y, received_desc, routing, capacity, N, K, CONFIG.ROWS, BLOCK_M, CONFIG.KEEP
     )
-    epilogue = HandedTiles(staging, sizes, True, CONFIG.NUM_WARPS)
-    scheduler = TileScheduler(tiles, work_words, min(ctas, count))
-    fence_async_shared()  # TMA arrives at some of the barriers
-    gl.warp_specialize(
-        [
-            (multiply, (epilogue, ring, exchange, tiles, None, CONFIG.NUM_WARPS)),
-            (produce, (operands, ring, exchange, scheduler)),
-            (store_groups, (targets, staging, exchange, tiles)),
-            (send_rows, (moved,)),
-        ],
-        [1, 1, 2],
-        [80, 80, 80],
-    )
-
-
-@lru_cache(maxsize=256)
-def _launcher(
-    config: ExpertConfig, N: int, K: int, capacity: int, dtype: torch.dtype, device: torch.device,
-    tile: Tile,
-) -> Launcher:  # fmt: skip
-    grid = launch.persistent_grid(device, most_tiles(config, capacity, N, tile))
-    return Launcher(hopper_a2a_gemm_kernel, grid, tile, (N, K), CONFIG=config)
+    run_roles(operands, targets, moved, x_desc, w_desc, y_desc, tiles, work_words, True, CONFIG)
 
 
 def a2a_gemm(
-    x: Tensor, received: Tensor, w: ExpertWeights, kept: Tensor, routes: Tensor, *,
-    pointers: Tensor, pad: Tensor, pad_pointers: Tensor, status: Tensor, work_words: Tensor,
-    rank: int, world_size: int, epoch: int, timeout_ns: int, layout: str, tile: Tile,
-    comm_rows: int,
-) -> Tensor:  # fmt: skip
+    x: Tensor, received: Tensor, w: ExpertWeights, kept: Tensor, routes: Tensor, about: ExpertCall
+) -> Tensor:
     """As `a2a_gemm.a2a_gemm`, for what `hopper_gemm.refuses_experts` does not refuse.
 
     `received` [capacity, K] are the rows of this rank's region. The rows that came are copied to
     `kept`, unless it is empty: [capacity, K] or [0, K].
     """
-    experts, *sides = w.matrices.shape
-    N = sides[0] if layout == "nt" else sides[1]
+    tile, layout, N = about.tile, about.layout, w.columns(about.layout)
     capacity, K = received.shape
     y = x.new_empty(capacity, N)
-    config = expert_config(world_size, experts, layout, tile, comm_rows, len(kept) > 0)
-    run = _launcher(config, N, K, capacity, x.dtype, x.device, tile)
     described = hopper_descriptors.described
-    run(
+    launch_kernel(
+        hopper_a2a_gemm_kernel, launch.persistent_grid(x.device, about.most_tiles(N)), tile,
         (
             described(x if len(x) else received, tile.block_m, tile.block_k),
             described(received, tile.block_m, tile.block_k),
             hopper_descriptors.described_w(w.rows(), layout, tile.block_k, tile.block_n),
             described(y, tile.block_m, tile.block_n),
-            x, y, kept if len(kept) else y, routes, pointers, pad, pad_pointers, status,
-            work_words,
+            x, y, kept if len(kept) else y, routes, *about.tensors,
+            about.call.channel.work_counter,
         ),
-        (rank, epoch, timeout_ns, capacity, w.first, w.pitch),
+        (*about.numbers, capacity, w.first, w.pitch), (N, K),
+        CONFIG=expert_config(about, len(kept) > 0),
     )  # fmt: skip
     return y

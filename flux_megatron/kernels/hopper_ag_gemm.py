@@ -34,15 +34,14 @@ from flux_megatron.kernels.hopper_config import (
 from flux_megatron.kernels.hopper_gathered_rows import GatheredRows, copy_local_shard
 from flux_megatron.kernels.hopper_ring import new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
-from flux_megatron.kernels.hopper_scales import Scales
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
-from flux_megatron.kernels.hopper_stored_tiles import StoredTiles, new_slices
+from flux_megatron.kernels.hopper_stored_tiles import Scales, StoredTiles, new_slices
 from flux_megatron.kernels.hopper_tile_order import Sizes
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import SplitK, is_ragged, split_last_wave
-from flux_megatron.kernels.triton_launch import Launcher, partial_sums
+from flux_megatron.kernels.triton_launch import launch_kernel, partial_sums
 from flux_megatron.problem import Tile
 from flux_megatron.scaling import Scaling, result_dtype, scales_or
 from flux_megatron.symm.program import Memory, Number
@@ -128,24 +127,6 @@ def hopper_ag_gemm_kernel(
         )
 
 
-@lru_cache(maxsize=256)
-def _launcher(
-    world_size: int, dtype: torch.dtype, device: torch.device, bias: bool, layout: str, tile: Tile,
-    copy_local: bool, k_parts: int = 1, out_dtype: torch.dtype | None = None,
-    split_accumulator: bool = False,
-) -> Launcher:  # fmt: skip
-    """The launch of calls of any size."""
-    groups = warp_groups(tile)
-    partition = replace(tile, num_warps=tile.num_warps // groups)
-    config = AgConfig(
-        **common_config(world_size, layout, partition), BLOCK_N=tile.block_n,
-        Y_BUFFERS=slice_buffers(tile, out_dtype),
-        HAS_BIAS=bias, COPY_LOCAL=copy_local, K_PARTS=k_parts, GROUPS=groups, LEAD=lead(tile),
-        SCALED=out_dtype is not None, SPLIT_ACCUMULATOR=split_accumulator,
-    )  # fmt: skip
-    return Launcher(hopper_ag_gemm_kernel, (), partition, CONFIG=config)
-
-
 def _sizes(
     M_shard: int, N: int, K: int, world_size: int, device: torch.device, tile: Tile
 ) -> tuple[SplitK, tuple[int, ...]]:
@@ -159,6 +140,22 @@ def _sizes(
     return split, (
         M_shard, N, K, row_limit, split.work_tiles, split.first_part, split.parts,
         *split.cuts(k_tiles), min(split.ctas, split.first_part),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)  # a call of new sizes would wait for dataclasses
+def _compiled_for(
+    world_size: int, layout: str, tile: Tile, has_bias: bool, copy_local: bool, k_parts: int,
+    scaling: Scaling | None,
+) -> tuple[Tile, AgConfig]:  # fmt: skip
+    """What one partition multiplies by, and the constants."""
+    groups = warp_groups(tile)
+    partition = replace(tile, num_warps=tile.num_warps // groups)
+    return partition, AgConfig(
+        **common_config(world_size, layout, partition, scaling), BLOCK_N=tile.block_n,
+        Y_BUFFERS=slice_buffers(tile, scaling.out_dtype if scaling else None),
+        HAS_BIAS=has_bias, COPY_LOCAL=copy_local, K_PARTS=k_parts, GROUPS=groups,
+        LEAD=lead(tile),
     )  # fmt: skip
 
 
@@ -178,14 +175,14 @@ def ag_gemm(
     y = x.new_empty(M, N, dtype=result_dtype(x, scaling))
     local_rows = gathered[rank * x.shape[0] :] if copy_local else gathered
     world_size = M // x.shape[0]
-    run = _launcher(
-        world_size, x.dtype, x.device, bias is not None, layout, tile, copy_local, k_parts,
-        *(scaling[2:] if scaling else ()),
-    )  # fmt: skip
+    partition, config = _compiled_for(
+        world_size, layout, tile, bias is not None, copy_local, k_parts, scaling and scaling.kind
+    )
     split, sizes = _sizes(x.shape[0], N, x.shape[1], world_size, x.device, tile)
     sums = split.partials * tile.block_m * tile.block_n
     described = hopper_descriptors.described
-    run(
+    launch_kernel(
+        hopper_ag_gemm_kernel, (split.ctas,), partition,
         (
             described(x, tile.block_m, tile.block_k),
             described(gathered, tile.block_m, tile.block_k),
@@ -195,7 +192,7 @@ def ag_gemm(
             partial_sums(x, sums, partial_counters), pad, status,
             partial_counters, work_words,
         ),
-        (rank, epoch, timeout_ns, comm_rows, *sizes), (split.ctas,),
+        (rank, epoch, timeout_ns, comm_rows, *sizes), CONFIG=config,
     )  # fmt: skip
     return y
 

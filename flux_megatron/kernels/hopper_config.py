@@ -8,6 +8,7 @@ import torch
 
 from flux_megatron.kernels import launch
 from flux_megatron.problem import Tile
+from flux_megatron.scaling import Scaling
 
 GROUP_WARPS = 4  # of a warp group, which wgmma takes
 SLICE_COLUMNS = 64  # of a slice in which a tile of AG+GEMM is stored: what TMA swizzles
@@ -70,15 +71,18 @@ class Config:
     STAGES: int
     NUM_WARPS: int
     LAYOUT_NN: bool
-    SCALED: bool = False  # FP8
-    SPLIT_ACCUMULATOR: bool = False
+    SCALED: bool  # FP8
+    SPLIT_ACCUMULATOR: bool
 
 
-def common_config(world_size: int, layout: str, tile: Tile) -> dict[str, int]:
+def common_config(
+    world_size: int, layout: str, tile: Tile, scaling: Scaling | None = None
+) -> dict[str, int]:
     """The fields of `Config`."""
     return {
         "WORLD_SIZE": world_size, "GROUP_M": tile.group_m, "STAGES": tile.num_stages,
-        "NUM_WARPS": tile.num_warps, "LAYOUT_NN": layout == "nn",
+        "NUM_WARPS": tile.num_warps, "LAYOUT_NN": layout == "nn", "SCALED": scaling is not None,
+        "SPLIT_ACCUMULATOR": scaling is not None and scaling.split_accumulator,
     }  # fmt: skip
 
 

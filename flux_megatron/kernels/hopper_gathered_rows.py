@@ -35,12 +35,8 @@ class GatheredRows:
     K_PARTS: gl.constexpr
 
     @gluon.jit
-    def deadline(self):
-        return self.signals.deadline()
-
-    @gluon.jit
-    def none_arrived(self):
-        return self.signals.none_arrived()
+    def begin(self):
+        return self.signals.deadline(), self.signals.none_arrived()
 
     @gluon.jit
     def load_ahead(self, ring, grid, work):

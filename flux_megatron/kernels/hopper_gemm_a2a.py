@@ -6,21 +6,18 @@
                or in the source rank's region, where the last tile of a signal's groups raises [Z]
 
 Tiles wait for nobody. A kernel behind this one awaits [Z] and copies to y what other ranks have
-made (`expert_collect`).
+made (`expert_collect_kernel`).
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flux_megatron.kernels import hopper_descriptors, launch
-from flux_megatron.kernels.expert_collect import expert_collect
+from flux_megatron.kernels.expert_call import ExpertCall, expert_config
 from flux_megatron.kernels.expert_routes import (
     OWN_RECV_TILES,
     RECV_COUNT,
@@ -30,20 +27,15 @@ from flux_megatron.kernels.expert_routes import (
     RECV_TILES,
 )
 from flux_megatron.kernels.expert_weights import ExpertWeights
+from flux_megatron.kernels.gemm_a2a import expert_collect
 from flux_megatron.kernels.gluon_versions import Descriptor, Number, Pointer, aggregate
-from flux_megatron.kernels.hopper_epilogue import new_staging_tile
-from flux_megatron.kernels.hopper_expert_config import ExpertConfig, expert_config, most_tiles
-from flux_megatron.kernels.hopper_handed_tiles import HandedTiles, store_groups
+from flux_megatron.kernels.hopper_handed_tiles import run_roles
 from flux_megatron.kernels.hopper_primitives import complete_tma_stores, uniform
-from flux_megatron.kernels.hopper_ring import new_ring
-from flux_megatron.kernels.hopper_roles import multiply, produce
 from flux_megatron.kernels.hopper_routes import Routes, expert_operand, store_clipped
-from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import whole_tiles
 from flux_megatron.kernels.hopper_tile_order import Sizes
-from flux_megatron.kernels.triton_launch import Launcher
-from flux_megatron.problem import Tile
+from flux_megatron.kernels.triton_launch import launch_kernel
 
 
 @aggregate
@@ -62,12 +54,8 @@ class RowsHere:
     tiles: Number
 
     @gluon.jit
-    def deadline(self):
-        return 0
-
-    @gluon.jit
-    def none_arrived(self):
-        return 0
+    def begin(self):
+        return 0, 0  # it waits for nobody
 
     @gluon.jit
     def load_ahead(self, ring, grid, work):
@@ -145,61 +133,33 @@ def hopper_gemm_a2a_kernel(
     columns = gl.cdiv(N, BLOCK_N)
     count = gl.load(routing.word(RECV_TILES)) * columns
     own = gl.load(routing.word(OWN_RECV_TILES)) * columns
-    ctas = gl.num_programs(0)
-    tiles = whole_tiles(count, ctas)
-    exchange = new_exchange(2, 2)
-    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
-    staging = new_staging_tile(received_desc)
+    tiles = whole_tiles(count, gl.num_programs(0))
     operands = RowsHere(x_desc, w_desc, w_first, w_pitch, routing, sizes, own, count)
     targets = ReturnedRows(y, received_desc, operands, sizes)
-    epilogue = HandedTiles(staging, sizes, True, CONFIG.NUM_WARPS)
-    scheduler = TileScheduler(tiles, work_words, min(ctas, count))
-    fence_async_shared()  # TMA arrives at some of the barriers
-    gl.warp_specialize(
-        [
-            (multiply, (epilogue, ring, exchange, tiles, None, CONFIG.NUM_WARPS)),
-            (produce, (operands, ring, exchange, scheduler)),
-            (store_groups, (targets, staging, exchange, tiles)),
-        ],
-        [1, 1],
-        [80, 80],
-    )
-
-
-@lru_cache(maxsize=256)
-def _launcher(
-    config: ExpertConfig, N: int, K: int, capacity: int, dtype: torch.dtype, device: torch.device,
-    tile: Tile,
-) -> Launcher:  # fmt: skip
-    grid = launch.persistent_grid(device, most_tiles(config, capacity, N, tile))
-    return Launcher(hopper_gemm_a2a_kernel, grid, tile, (N, K), CONFIG=config)
+    run_roles(
+        operands, targets, None, x_desc, w_desc, received_desc, tiles, work_words, True, CONFIG
+    )  # fmt: skip
 
 
 def gemm_a2a(
-    x: Tensor, w: ExpertWeights, received: Tensor, routes: Tensor, *, pointers: Tensor, pad: Tensor,
-    pad_pointers: Tensor, status: Tensor, work_words: Tensor, rank: int, world_size: int,
-    epoch: int, timeout_ns: int, tokens: int, layout: str, tile: Tile, comm_rows: int,
+    x: Tensor, w: ExpertWeights, received: Tensor, routes: Tensor, about: ExpertCall, *,
+    tokens: int,
 ) -> Tensor:  # fmt: skip
     """As `gemm_a2a.gemm_a2a`, for what `hopper_gemm.refuses_experts` does not refuse. `received`
     [capacity, N] are the rows of this rank's region.
     """
-    experts, *sides = w.matrices.shape
-    N = sides[0] if layout == "nt" else sides[1]
+    tile, layout, N = about.tile, about.layout, w.columns(about.layout)
     y = x.new_empty(tokens, N)
-    config = expert_config(world_size, experts, layout, tile, comm_rows)
-    run = _launcher(config, N, x.shape[1], x.shape[0], x.dtype, x.device, tile)
     described = hopper_descriptors.described
-    run(
+    launch_kernel(
+        hopper_gemm_a2a_kernel, launch.persistent_grid(x.device, about.most_tiles(N)), tile,
         (
             described(x, tile.block_m, tile.block_k),
             hopper_descriptors.described_w(w.rows(), layout, tile.block_k, tile.block_n),
             described(received, tile.block_m, tile.block_n),
-            y, routes, pointers, pad, pad_pointers, status, work_words,
+            y, routes, *about.tensors, about.call.channel.work_counter,
         ),
-        (rank, epoch, timeout_ns, w.first, w.pitch),
+        (*about.numbers, w.first, w.pitch), (N, x.shape[1]), CONFIG=expert_config(about),
     )  # fmt: skip
-    expert_collect(
-        received, y, routes, pad=pad, status=status, rank=rank, world_size=world_size, epoch=epoch,
-        timeout_ns=timeout_ns, experts=experts, comm_rows=comm_rows,
-    )  # fmt: skip
+    expert_collect(received, y, routes, about)
     return y

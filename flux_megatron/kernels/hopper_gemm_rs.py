@@ -39,14 +39,14 @@ from flux_megatron.kernels.hopper_epilogue import (
 )
 from flux_megatron.kernels.hopper_ring import mma_layout, new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
-from flux_megatron.kernels.hopper_scales import Scales
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_split_k import Partials, WorkTiles
+from flux_megatron.kernels.hopper_stored_tiles import Scales
 from flux_megatron.kernels.hopper_tile_order import Sizes
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.split_k import SplitK, chunk_count, split_last_wave
-from flux_megatron.kernels.triton_launch import Launcher, partial_sums
+from flux_megatron.kernels.triton_launch import launch_kernel, partial_sums
 from flux_megatron.problem import Tile
 from flux_megatron.scaling import Scaling, result_dtype, scales_or
 from flux_megatron.symm import program
@@ -65,12 +65,8 @@ class AllRows:
     order: object
 
     @gluon.jit
-    def deadline(self):
-        return 0
-
-    @gluon.jit
-    def none_arrived(self):
-        return 0
+    def begin(self):
+        return 0, 0  # it waits for nobody
 
     @gluon.jit
     def load_ahead(self, ring, grid, work):
@@ -103,10 +99,6 @@ class SummedTiles:
     late: Number
     CHUNKS: gl.constexpr
     LAYOUT: gl.constexpr
-
-    @gluon.jit
-    def deadline(self):
-        return self.signals.deadline()
 
     @gluon.jit
     def accumulate(self, ring, grid, work, owner, multiplied, fetched, number):
@@ -211,20 +203,6 @@ def hopper_gemm_rs_kernel(
     )
 
 
-@lru_cache(maxsize=256)
-def _launcher(
-    world_size: int, chunks: int, dtype: torch.dtype, device: torch.device, layout: str, tile: Tile,
-    by_sm: bool, gathers: bool = False, out_dtype: torch.dtype | None = None,
-    split_accumulator: bool = False,
-) -> Launcher:  # fmt: skip
-    """The launch of calls of any size whose local tiles are made in so many chunks of K."""
-    config = RsConfig(
-        **common_config(world_size, layout, tile), BY_SM=by_sm, CHUNKS=chunks,
-        SCALED=out_dtype is not None, SPLIT_ACCUMULATOR=split_accumulator,
-    )  # fmt: skip
-    return Launcher(hopper_gemm_rs_kernel, (), tile, CONFIG=config)
-
-
 def _sizes(
     M_shard: int, N: int, K: int, world_size: int, device: torch.device, tile: Tile
 ) -> tuple[SplitK, tuple[int, ...]]:
@@ -249,6 +227,13 @@ class Gathering(NamedTuple):
     epoch: Any
 
 
+@lru_cache(maxsize=256)  # a call of new sizes would wait for a dataclass
+def _compiled_for(
+    world_size: int, layout: str, tile: Tile, by_sm: bool, chunks: int, scaling: Scaling | None
+) -> RsConfig:
+    return RsConfig(**common_config(world_size, layout, tile, scaling), BY_SM=by_sm, CHUNKS=chunks)
+
+
 def gemm_rs(
     x: Memory, w: Memory, *, parts: Memory, received: Memory, received_pointers: Memory,
     pad_pointers: Memory, pad: Memory, status: Memory, counters: Memory, partial_counters: Memory,
@@ -270,14 +255,12 @@ def gemm_rs(
     block = (tile.block_m, tile.block_n)
     K = x.shape[1]
     chunks = 1 if scaling else chunk_count(world_size, cdiv(K, tile.block_k))
-    run = _launcher(
-        world_size, chunks, x.dtype, x.device, layout, tile, by_sm, gathering is not None,
-        *(scaling[2:] if scaling else ()),
-    )  # fmt: skip
+    config = _compiled_for(world_size, layout, tile, by_sm, chunks, scaling and scaling.kind)
     split, sizes = _sizes(M_shard, N, K, world_size, x.device, tile)
     sums = split.partials * tile.block_m * tile.block_n
     described = hopper_descriptors.described
-    run(
+    launch_kernel(
+        hopper_gemm_rs_kernel, (split.ctas,), tile,
         (
             described(x, tile.block_m, tile.block_k),
             hopper_descriptors.described_w(w, layout, tile.block_k, tile.block_n),
@@ -289,6 +272,6 @@ def gemm_rs(
             pad, status, counters, partial_counters, work_words,
         ),
         (rank, epoch, timeout_ns, tiles_comm, gathering and gathering.epoch, *sizes),
-        (split.ctas,),
+        CONFIG=config,
     )  # fmt: skip
     return y

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flux_megatron.kernels.gluon_versions import aggregate
-from flux_megatron.kernels.hopper_epilogue import StagingTile
-from flux_megatron.kernels.hopper_ring import mma_layout
+from flux_megatron.kernels.hopper_epilogue import StagingTile, new_staging_tile
+from flux_megatron.kernels.hopper_ring import mma_layout, new_ring
+from flux_megatron.kernels.hopper_roles import multiply, produce
+from flux_megatron.kernels.hopper_rows import send_rows
+from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_tile_order import Sizes
 
 
@@ -25,10 +29,6 @@ class HandedTiles:
     sizes: Sizes
     HALVES: gl.constexpr
     NUM_WARPS: gl.constexpr
-
-    @gluon.jit
-    def deadline(self):
-        return 0
 
     @gluon.jit
     def accumulate(self, ring, grid, work, owner, multiplied, fetched, number):
@@ -70,3 +70,46 @@ def store_groups(targets, staging, exchange, tiles):
         targets.store(place, grid, staging, finished)
         finished += 1
         place, phase = exchange.take(phase, 1)
+
+
+@gluon.jit
+def run_roles(
+    operands, targets, moved, x_desc, w_desc, made_desc, tiles, work_words,
+    ROUTED: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """All roles of a kernel whose tiles, of the block of `made_desc`, are handed over. Two more
+    warps send the rows `moved`, unless that is None.
+
+    ROUTED: only the device knows the rows, so there may be halves, and fewer tiles than CTAs.
+    """
+    exchange = new_exchange(2, 2 if ROUTED else 1)
+    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
+    staging = new_staging_tile(made_desc)
+    epilogue = HandedTiles(staging, operands.sizes, ROUTED, CONFIG.NUM_WARPS)
+    by_id = tiles.ctas
+    if ROUTED:
+        by_id = min(tiles.ctas, tiles.count)
+    scheduler = TileScheduler(tiles, work_words, by_id)
+    fence_async_shared()  # TMA arrives at some of the barriers
+    REGISTERS: gl.constexpr = 80 if ROUTED else 40
+    if moved is None:
+        gl.warp_specialize(
+            [
+                (multiply, (epilogue, ring, exchange, tiles, None, CONFIG.NUM_WARPS)),
+                (produce, (operands, ring, exchange, scheduler)),
+                (store_groups, (targets, staging, exchange, tiles)),
+            ],
+            [1, 1],
+            [REGISTERS, REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (multiply, (epilogue, ring, exchange, tiles, None, CONFIG.NUM_WARPS)),
+                (produce, (operands, ring, exchange, scheduler)),
+                (store_groups, (targets, staging, exchange, tiles)),
+                (send_rows, (moved,)),
+            ],
+            [1, 1, 2],
+            [REGISTERS, REGISTERS, REGISTERS],
+        )

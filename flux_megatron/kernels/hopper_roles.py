@@ -17,8 +17,7 @@ def produce(operands, ring, exchange, scheduler):
     while it does not know yet whether their tile is its own.
     """
     grid = operands.sizes.grid_here()
-    deadline = operands.deadline()
-    arrived = operands.none_arrived()
+    deadline, arrived = operands.begin()  # of waits, and what needs none any more
     ticket = scheduler.begin()
     loaded = 0
     if gl.program_id(0) < scheduler.by_id:
@@ -49,7 +48,9 @@ def multiply(epilogue, ring, exchange, tiles, partials, NUM_WARPS: gl.constexpr)
     epilogue.
     """
     grid = epilogue.sizes.grid()
-    deadline = epilogue.deadline()
+    deadline = 0
+    if tiles.SPLITS:
+        deadline = epilogue.signals.deadline()
     multiplied = 0
     fetched = 0
     finished = 0

@@ -10,28 +10,21 @@ The kernel waits for nobody. No tile is split along K.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flux_megatron import problem
 from flux_megatron.kernels import hopper_descriptors, launch
 from flux_megatron.kernels.gluon_versions import Descriptor, Pointer, aggregate, tma_store
 from flux_megatron.kernels.hopper_config import Config, common_config
-from flux_megatron.kernels.hopper_epilogue import new_staging_tile
 from flux_megatron.kernels.hopper_gemm_rs import AllRows
-from flux_megatron.kernels.hopper_handed_tiles import HandedTiles, store_groups
+from flux_megatron.kernels.hopper_handed_tiles import run_roles
 from flux_megatron.kernels.hopper_primitives import complete_tma_stores, count_release_sys, uniform
-from flux_megatron.kernels.hopper_ring import new_ring
-from flux_megatron.kernels.hopper_roles import multiply, produce
-from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
 from flux_megatron.kernels.hopper_split_k import whole_tiles
 from flux_megatron.kernels.hopper_tile_order import Sizes, tile_in_groups
-from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.problem import Tile
 
 GROUPS = gl.constexpr(problem.MAX_GROUPS)
@@ -105,34 +98,11 @@ def hopper_signalled_gemm_kernel(
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
     sizes = Sizes(0, M_shard, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
     tiles = whole_tiles(tile_count, ctas)
-    exchange = new_exchange(2, 1)
-    ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
-    staging = new_staging_tile(out_desc)
     bands = Bands(table, sizes)
     operands = AllRows(x_desc, w_desc, sizes, bands)
     targets = CountedBands(out_desc, counters, bands, sizes)
-    epilogue = HandedTiles(staging, sizes, False, CONFIG.NUM_WARPS)
-    fence_async_shared()  # TMA arrives at some of the barriers
-    gl.warp_specialize(
-        [
-            (multiply, (epilogue, ring, exchange, tiles, None, CONFIG.NUM_WARPS)),
-            (produce, (operands, ring, exchange, TileScheduler(tiles, work_words, ctas))),
-            (store_groups, (targets, staging, exchange, tiles)),
-        ],
-        [1, 1],
-        [40, 40],
-    )
-
-
-@lru_cache(maxsize=1024)
-def _launcher(
-    x: torch.Size, N: int, shards: int, dtype: torch.dtype, device: torch.device, layout: str,
-    tile: Tile, tiles: int, spare_sms: int,
-) -> Launcher:  # fmt: skip
-    grid = launch.persistent_grid(device, tiles, spare_sms)
-    return Launcher(
-        hopper_signalled_gemm_kernel, grid, tile, (x[0] // shards, N, x[1], tiles, *grid),
-        CONFIG=Config(**common_config(shards, layout, tile)),
+    run_roles(
+        operands, targets, None, x_desc, w_desc, out_desc, tiles, work_words, False, CONFIG
     )  # fmt: skip
 
 
@@ -143,17 +113,17 @@ def signalled_gemm(
     """As `signalled_gemm.signalled_gemm`, for what `hopper_gemm.refuses_bands` does not refuse: a
     tile that is not whole would overwrite the rows of the next shard.
     """
-    N = w.shape[0] if layout == "nt" else w.shape[1]
-    run = _launcher(
-        x.shape, N, shards, x.dtype, x.device, layout, tile, tiles, spare_sms
-    )  # fmt: skip
+    (M, K), N = x.shape, w.shape[0] if layout == "nt" else w.shape[1]
+    grid = launch.persistent_grid(x.device, tiles, spare_sms)
     described = hopper_descriptors.described
-    run(
+    launch_kernel(
+        hopper_signalled_gemm_kernel, grid, tile,
         (
             described(x, tile.block_m, tile.block_k),
             hopper_descriptors.described_w(w, layout, tile.block_k, tile.block_n),
             described(out, tile.block_m, tile.block_n),
             table, counters, work_counter,
         ),
-        (),
+        sizes=(M // shards, N, K, tiles, *grid),
+        CONFIG=Config(**common_config(shards, layout, tile)),
     )  # fmt: skip

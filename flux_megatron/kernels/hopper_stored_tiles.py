@@ -18,9 +18,31 @@ from flux_megatron.kernels.gluon_versions import (
     tma_store,
 )
 from flux_megatron.kernels.hopper_ring import mma_layout, new_buffer
-from flux_megatron.kernels.hopper_scales import Scales
 from flux_megatron.kernels.hopper_signals import Signals
 from flux_megatron.kernels.hopper_tile_order import Sizes
+
+
+@aggregate
+class Scales:
+    """The scales of FP8 operands: of x and of w, a number each; unused for other dtypes."""
+
+    x: Pointer
+    w: Pointer
+    SCALED: gl.constexpr
+
+    @gluon.jit
+    def load(self):
+        """Their product. Load it before the MMAs of a tile, so that nothing waits behind them."""
+        scale = 1.0
+        if self.SCALED:
+            scale = gl.load(self.x) * gl.load(self.w)
+        return scale
+
+    @gluon.jit
+    def applied(self, out, scale):
+        if self.SCALED:
+            out = out * scale
+        return out
 
 
 @gluon.jit
@@ -58,10 +80,6 @@ class StoredTiles:
             self.y_desc, y_bufs, self.scales, self.bias, self.sizes, self.signals, self.HAS_BIAS,
             self.NUM_WARPS,
         )  # fmt: skip
-
-    @gluon.jit
-    def deadline(self):
-        return self.signals.deadline()
 
     @gluon.jit
     def accumulate(self, ring, grid, work, owner, multiplied, fetched, number):

@@ -6,9 +6,8 @@ Here arithmetic on bfloat16 goes through fp32 and rounds to nearest even, as com
 Casts to fp8 and bfloat16 atomics stay broken; our kernels do not use them. Dots of fp8 are right.
 
 It also spends most of its time on repeated work, which these patches remove (triton 3.7.1). Every
-call of a device function replaces the language again. Every integer operation checks for overflow,
-and only debug mode uses the result. Every operation makes its types (`interpreter_types`) and
-derives the common type of its operands (`interpreter_operators`).
+call of a device function replaces the language again. Every operation makes its types
+(`interpreter_types`) and derives the common type of its operands (`interpreter_operators`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -111,7 +109,6 @@ def repair() -> None:
     _repair_sum(interpreter, rounded)
     _repair_index(interpreter)
     _replace_language_once_a_launch(interpreter)
-    _check_no_overflow(interpreter.interpreter_builder)
     _read_signatures_once(interpreter)
     make_types_once(interpreter)
 
@@ -183,12 +180,6 @@ def _replace_language_once_a_launch(interpreter) -> None:
 def _called(function, *args, **kwargs):
     """A device function's rewritten code."""
     return function.rewrite()(*args, **kwargs)
-
-
-def _check_no_overflow(builder) -> None:
-    options = builder.options
-    if getattr(options, "sanitize_overflow", False) and not options.debug:
-        builder.options = replace(options, sanitize_overflow=False)
 
 
 def _read_signatures_once(interpreter) -> None:

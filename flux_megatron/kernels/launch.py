@@ -35,6 +35,8 @@ def supports_tensors(dtype: str, device: str) -> str | None:
 
 def supports_scaled(problem: Problem) -> str | None:
     """`supports` of kernels that multiply FP8 too."""
+    if problem.blockwise:
+        return "our kernels add up no products with blockwise scales"
     if problem.scaled and problem.device == "cuda":
         capability = torch.cuda.get_device_capability()
         if capability < (8, 9):
@@ -58,19 +60,21 @@ def persistent_grid(device: torch.device, tiles: int, spare_sms: int = 0) -> tup
     return (max(1, min(sms(device) - spare_sms, tiles)),)
 
 
-def has_whole_units(x: torch.Tensor | Slot, w: torch.Tensor | Slot) -> bool:
-    """Whether both addresses are multiples of 16 bytes, which TMA needs. Those of calls are
+def has_whole_units(*tensors: torch.Tensor | Slot) -> bool:
+    """Whether all addresses are multiples of 16 bytes, which TMA needs. Those of calls are
     (`overlap.operands`).
     """
-    if isinstance(w, Slot):
-        return True
-    return (x.data_ptr() | w.data_ptr()) % 16 == 0
+    return all(isinstance(one, Slot) or one.data_ptr() % 16 == 0 for one in tensors)
 
 
-def without_tma_if_unaligned(tile: Tile, dtype: torch.dtype, whole: bool, *row_sizes: int) -> Tile:
+def without_tma_if_unaligned(
+    tile: Tile, row_sizes: tuple[int, ...], *tensors: torch.Tensor | Slot
+) -> Tile:
     """The tile, without TMA unless addresses and rows of `row_sizes` elements are whole 16-byte
     units: the hardware would not say so, but copy other bytes.
     """
-    if not tile.tma or (whole and all(n * dtype.itemsize % 16 == 0 for n in row_sizes)):
+    itemsize = tensors[0].dtype.itemsize
+    whole = all(size * itemsize % 16 == 0 for size in row_sizes)
+    if not tile.tma or (whole and has_whole_units(*tensors)):
         return tile
     return replace(tile, tma=False)

@@ -112,7 +112,7 @@ def arguments(
     )  # fmt: skip
 
 
-def _described(descriptor: Any, meta: Any, address: int) -> list[Any]:
+def _described(descriptor: Any, meta: Any, address: int) -> tuple[Any, ...]:
     """The hardware's descriptor of a tensor at any address, and sizes and strides, as this Triton's
     launcher makes them.
     """
@@ -120,11 +120,11 @@ def _described(descriptor: Any, meta: Any, address: int) -> list[Any]:
     if (found := _known.get(key)) is None:
         make, count = _maker()
         made, *sizes = make(*(descriptor.at(address), meta, None)[:count])
-        found = _known[key] = [_bytes_of(made), *sizes]
+        found = _known[key] = (_bytes_of(made), *sizes)
     return found
 
 
-_known: Recent[tuple[Any, ...], list[Any]] = Recent(4096)
+_known: Recent[tuple[Any, ...], tuple[Any, ...]] = Recent(4096)
 
 
 @cache

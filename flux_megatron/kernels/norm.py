@@ -10,8 +10,6 @@ All arithmetic is fp32; a stored value is rounded once.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from flux_megatron.kernels.launch import persistent_grid, supports_tensors
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
-from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.problem import Tile
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -147,36 +145,6 @@ def tile_of(N: int) -> Tile:
     return Tile(block_m, block_n, num_warps=num_warps, num_stages=1 if elements > 8192 else 2)
 
 
-@lru_cache(maxsize=1024)
-def _forward(M: int, N: int, x_stride: int, eps: float, one_plus: bool, code: tuple) -> Launcher:
-    """`code` has the rest that selects compiled code: dtypes, device, which tensors there are."""
-    tile = tile_of(N)
-    return Launcher(
-        norm_forward_kernel, (cdiv(M, tile.block_m),), tile, (x_stride, N),
-        EPS=eps, ONE_PLUS=one_plus,
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=1024)
-def _backward(
-    ctas: int, N: int, x_stride: int, one_plus: bool, bias: bool, code: tuple
-) -> Launcher:
-    tile = tile_of(N)
-    return Launcher(
-        norm_backward_kernel, (ctas,), tile, (x_stride, N),
-        ONE_PLUS=one_plus, BIAS=bias, STAGES=tile.num_stages,
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=1024)
-def _sum_partials(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Launcher:
-    sums, ctas, N = shape
-    # on CPU few large blocks are cheaper than many
-    block_n = next_power_of_2(N) if device.type == "cpu" else 64
-    tile = Tile(block_m=32, block_n=min(block_n, 8192), num_warps=4)
-    return Launcher(sum_partials_kernel, (cdiv(N, tile.block_n), sums), tile, (ctas, N))
-
-
 def norm_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, one_plus: bool, center: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -189,9 +157,11 @@ def norm_forward(
     y = x.new_empty((M, N), dtype=weight.dtype)
     rstd = x.new_empty(M, dtype=torch.float32)
     mean = torch.empty_like(rstd) if center else None
-    code = (x.dtype, weight.dtype, x.device, bias is None, center)
-    run = _forward(M, N, x.stride(0), eps, one_plus, code)
-    run((x, weight, bias, y, mean, rstd), (M,))
+    tile = tile_of(N)
+    launch_kernel(
+        norm_forward_kernel, (cdiv(M, tile.block_m),), tile, (x, weight, bias, y, mean, rstd), (M,),
+        (x.stride(0), N), EPS=eps, ONE_PLUS=one_plus,
+    )  # fmt: skip
     return y, mean, rstd
 
 
@@ -210,8 +180,20 @@ def norm_backward(
     dx = x.new_empty(M, N)
     partials = x.new_empty((2 if bias else 1, ctas, N), dtype=torch.float32)
     gradients = weight.new_empty(partials.shape[0], N)
-    code = (dy.dtype, x.dtype, weight.dtype, x.device, mean is None)
-    run = _backward(ctas, N, x.stride(0), one_plus, bias, code)
-    run((dy, x, weight, mean, rstd, dx, partials), (M,))
-    _sum_partials(partials.shape, weight.dtype, x.device)((partials, gradients), ())
+    launch_kernel(
+        norm_backward_kernel, (ctas,), tile, (dy, x, weight, mean, rstd, dx, partials), (M,),
+        (x.stride(0), N), ONE_PLUS=one_plus, BIAS=bias, STAGES=tile.num_stages,
+    )  # fmt: skip
+    sum_partials(partials, gradients)
     return dx, gradients
+
+
+def sum_partials(partials: Tensor, total: Tensor) -> None:
+    """partials [sums, CTAs, N] -> total [sums, N]."""
+    sums, ctas, N = partials.shape
+    # on CPU few large blocks are cheaper than many
+    block_n = next_power_of_2(N) if partials.device.type == "cpu" else 64
+    tile = Tile(block_m=32, block_n=min(block_n, 8192), num_warps=4)
+    launch_kernel(
+        sum_partials_kernel, (cdiv(N, tile.block_n), sums), tile, (partials, total), sizes=(ctas, N)
+    )

@@ -7,12 +7,8 @@ One CTA signals, then waits.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flux_megatron.kernels.primitives import (
     MAX_COMM_TILES,
@@ -22,8 +18,9 @@ from flux_megatron.kernels.primitives import (
     wait_acquire_sys,
 )
 from flux_megatron.kernels.sizes import next_power_of_2
-from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.problem import Tile
+from flux_megatron.symm.channel import Call
 
 
 @triton.jit(do_not_specialize=["rank", "timeout_ns"])
@@ -44,21 +41,12 @@ def rank_barrier_kernel(
         wait_acquire_sys(pad, first_entry + source, entry, deadline, status)  # wait [E]
 
 
-@lru_cache(maxsize=64)
-def _launcher(world_size: int, device: torch.device) -> Launcher:
-    slots = world_size * MAX_COMM_TILES.value
-    one_warp = Tile(num_warps=1, num_stages=1)
-    return Launcher(
-        rank_barrier_kernel, (1,), one_warp, WORLD_SIZE=world_size, BLOCK=next_power_of_2(slots)
-    )
-
-
-def rank_barrier(
-    *, pad: Tensor, pad_pointers: Tensor, entries: Tensor, status: Tensor,
-    rank: int, world_size: int, timeout_ns: int,
-) -> None:  # fmt: skip
-    """Reset this rank's slots in `pad`, count an entry in `entries` [1], and wait for the entry of
-    every other rank. `pad_pointers` [R] has the addresses of all ranks' pads.
-    """
-    run = _launcher(world_size, pad.device)
-    run((pad, pad_pointers, entries, status), (rank, timeout_ns))
+def rank_barrier(call: Call) -> None:
+    """Reset this rank's slots, count an entry, and wait for the entry of every other rank."""
+    launch_kernel(
+        rank_barrier_kernel, (1,), Tile(num_warps=1, num_stages=1),
+        (call.pads[call.rank], call.pad_pointers, call.region.entries, call.status),
+        (call.rank, call.timeout_ns),
+        WORLD_SIZE=call.world_size,
+        BLOCK=next_power_of_2(call.world_size * MAX_COMM_TILES.value),
+    )  # fmt: skip

@@ -6,15 +6,12 @@ arrive. A CTA waits [B] for the communication tiles of its rows and for nothing 
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
 
 from flux_megatron.kernels.primitives import deadline_after, wait_rows
-from flux_megatron.kernels.sizes import cdiv, next_power_of_2
-from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.kernels.sizes import next_power_of_2, tiles_of_shard
+from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.problem import Tile
 from flux_megatron.symm.program import Memory, Number
 
@@ -42,30 +39,20 @@ def reduce_received_kernel(
     tl.store(y + offsets, acc.to(y.dtype.element_ty), mask=inside)
 
 
-@lru_cache(maxsize=1024)
-def _launcher(received: torch.Size, dtype: torch.dtype, device: torch.device) -> Launcher:
-    world_size, M_shard, N = received
-    # 16 rows of 256 columns give each of 8 warps 16-byte loads; on CPU few large tiles are cheaper
-    # than many
-    block_m, block_n = (64, 512) if device.type == "cpu" else (16, 256)
-    block_m = min(block_m, next_power_of_2(M_shard))
-    block_n = min(block_n, next_power_of_2(N))
-    tiles = cdiv(M_shard, block_m) * cdiv(N, block_n)
-    return Launcher(
-        reduce_received_kernel,
-        (tiles,),
-        Tile(block_m, block_n),
-        (M_shard, N),
-        WORLD_SIZE=world_size,
-    )
-
-
 def reduce_received(
     received: Memory, *, pad: Memory, status: Memory, epoch: Number, timeout_ns: int,
     comm_rows: int,
 ) -> Memory:  # fmt: skip
     """received [R, M_shard, N], a block of each rank  ->  their sum [M_shard, N]."""
-    y = received.new_empty(*received.shape[1:])
-    run = _launcher(received.shape, received.dtype, received.device)
-    run((received, y, pad, status), (epoch, timeout_ns, comm_rows))
+    world_size, M_shard, N = received.shape
+    y = received.new_empty(M_shard, N)
+    # 16 rows of 256 columns give each of 8 warps 16-byte loads; on CPU few large tiles are cheaper
+    # than many
+    block_m, block_n = (64, 512) if received.device.type == "cpu" else (16, 256)
+    tile = Tile(min(block_m, next_power_of_2(M_shard)), min(block_n, next_power_of_2(N)))
+    launch_kernel(
+        reduce_received_kernel, (tiles_of_shard(M_shard, N, tile),), tile,
+        (received, y, pad, status), (epoch, timeout_ns, comm_rows), (M_shard, N),
+        WORLD_SIZE=world_size,
+    )  # fmt: skip
     return y

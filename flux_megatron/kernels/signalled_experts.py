@@ -17,22 +17,18 @@ nobody.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.expert_routes import group_of
-from flux_megatron.kernels.expert_tile import expert_tile, experts_operand
 from flux_megatron.kernels.expert_weights import ExpertWeights
-from flux_megatron.kernels.gemm_tile import store_tile, tile_origin
+from flux_megatron.kernels.gemm_tile import expert_tile, experts_operand, store_tile, tile_origin
 from flux_megatron.kernels.primitives import complete_tma_stores, count_release_sys
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
 from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, first_tile, settle
-from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.problem import Tile
 
 # of each group, int32 [6, groups]: its first row of tiles, its rows, expert and band, and its
@@ -91,18 +87,6 @@ def signalled_experts_kernel(
     close_draws(tile, tiles, work_counter)
 
 
-@lru_cache(maxsize=1024)
-def _launcher(
-    N: int, K: int, groups: int, far_groups: int, experts: int, back: bool, dtype: torch.dtype,
-    grid: tuple[int], layout: str, tile: Tile, whole: bool,
-) -> Launcher:  # fmt: skip
-    tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
-    return Launcher(
-        signalled_experts_kernel, grid, tile, (N, K), GROUPS=groups, FAR_GROUPS=far_groups,
-        EXPERTS=experts, BACK=back, BLOCK_G=next_power_of_2(groups), LAYOUT_NN=layout == "nn",
-    )  # fmt: skip
-
-
 def signalled_experts(
     home: Tensor, far: Tensor, near: Tensor, w: ExpertWeights, table: Tensor, *,
     far_groups: int, first: int, tile_rows: int, counters: Tensor, work_counter: Tensor,
@@ -119,12 +103,13 @@ def signalled_experts(
         return
     experts, *sides = w.matrices.shape
     N, K = sides if layout == "nt" else reversed(sides)
-    grid = launch.persistent_grid(home.device, tile_rows * cdiv(N, tile.block_n), spare_sms)
-    whole = launch.has_whole_units(home, w.matrices) and launch.has_whole_units(far, near)
-    run = _launcher(
-        N, K, table.shape[1], far_groups, experts, back, home.dtype, grid, layout, tile, whole
-    )
-    run(
+    groups = table.shape[1]
+    launch_kernel(
+        signalled_experts_kernel,
+        launch.persistent_grid(home.device, tile_rows * cdiv(N, tile.block_n), spare_sms),
+        launch.without_tma_if_unaligned(tile, (K, N), home, w.matrices, far, near),
         (home, far, near, w.matrices, table, counters, work_counter),
-        (first, tile_rows, w.first, w.pitch),
-    )
+        (first, tile_rows, w.first, w.pitch), (N, K),
+        GROUPS=groups, FAR_GROUPS=far_groups, EXPERTS=experts, BACK=back,
+        BLOCK_G=next_power_of_2(groups), LAYOUT_NN=layout == "nn",
+    )  # fmt: skip

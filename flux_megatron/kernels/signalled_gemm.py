@@ -29,8 +29,8 @@ from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile, tile_origin, 
 from flux_megatron.kernels.primitives import complete_tma_stores, count_release_sys
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.tile_draws import begin_draw, close_draws, end_draw, first_tile, settle
-from flux_megatron.kernels.triton_launch import Launcher
-from flux_megatron.problem import MAX_GROUPS, Problem, Tile
+from flux_megatron.kernels.triton_launch import launch_kernel
+from flux_megatron.problem import MAX_GROUPS, Tile
 
 _GROUPS = tl.constexpr(MAX_GROUPS)
 _NO_TILE = 2**31 - 1
@@ -42,11 +42,6 @@ class Band(NamedTuple):
     first: int
     rows: int
     tiles: int
-
-
-def supports(problem: Problem) -> str | None:
-    """Why this kernel cannot run the problem, or None."""
-    return launch.supports(problem)
 
 
 @lru_cache(maxsize=1024)
@@ -119,19 +114,6 @@ def signalled_gemm_kernel(
     close_draws(tile, tiles, work_counter)
 
 
-@lru_cache(maxsize=1024)
-def _launcher(
-    x: torch.Size, N: int, shards: int, dtype: torch.dtype, device: torch.device, layout: str,
-    tile: Tile, whole: bool, tiles: int, spare_sms: int,
-) -> Launcher:  # fmt: skip
-    M_shard, K = x[0] // shards, x[1]
-    tile = launch.without_tma_if_unaligned(tile, dtype, whole, K, N)
-    return Launcher(
-        signalled_gemm_kernel, launch.persistent_grid(device, tiles, spare_sms), tile,
-        (M_shard, N, K), SHARDS=shards, LAYOUT_NN=layout == "nn",
-    )  # fmt: skip
-
-
 def signalled_gemm(
     x: Tensor, w: Tensor, out: Tensor, *, table: Tensor, tiles: int, shards: int, counters: Tensor,
     work_counter: Tensor, spare_sms: int, layout: str, tile: Tile,
@@ -141,9 +123,10 @@ def signalled_gemm(
     Adds 1 to counters[g], int32 [MAX_GROUPS], for each tile of band g, which must be 0 before.
     `spare_sms` SMs get no CTA: the collectives run there.
     """
-    N = w.shape[0] if layout == "nt" else w.shape[1]
-    run = _launcher(
-        x.shape, N, shards, x.dtype, x.device, layout, tile, launch.has_whole_units(x, w),
-        tiles, spare_sms,
+    (M, K), N = x.shape, w.shape[0] if layout == "nt" else w.shape[1]
+    launch_kernel(
+        signalled_gemm_kernel, launch.persistent_grid(x.device, tiles, spare_sms),
+        launch.without_tma_if_unaligned(tile, (K, N), x, w),
+        (x, w, out, table, counters, work_counter), (tiles,), (M // shards, N, K),
+        SHARDS=shards, LAYOUT_NN=layout == "nn",
     )  # fmt: skip
-    run((x, w, out, table, counters, work_counter), (tiles,))

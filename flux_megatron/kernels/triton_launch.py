@@ -25,6 +25,7 @@ from flux_megatron.kernels import native_launch
 from flux_megatron.problem import Tile
 from flux_megatron.symm.enqueue import Operand
 from flux_megatron.symm.program import Launch, Memory, Slot
+from flux_megatron.symm.recent import Recent
 from flux_megatron.versions.triton import run_expands_descriptors, runs_directly
 
 # of this process, by kernel
@@ -75,20 +76,19 @@ class Launcher:
 
     The kernel's parameters are, in this order: tensors, descriptors first, numbers that Triton does
     not specialise, sizes, constexprs. The tile's sizes go to the constexprs of the same names.
-    A thread has at most `registers`, or as many as the compiler wants.
+    A thread has at most `registers`, or as many as the compiler wants (0).
 
     Triton's own launch looks anew at every argument. Here nothing can have changed that the code
     depends on but the alignment of addresses, so after the first launch with whole 16-byte
     addresses such launches go to the compiled kernel directly. All others are Triton's. Launchers
     of other sizes that need the same code share it: a size that was never seen compiles nothing.
-    A tensor that may be None makes other code: one launcher for those with it, one for those
-    without. So do tensors of other dtypes; launches that are Triton's refuse them.
+    A tensor that is None, or of another dtype, makes other code: it has a launcher of its own, and
+    launches that are Triton's refuse it.
     """
 
     def __init__(
-        self, kernel, grid: tuple[int, ...], tile: Tile, sizes: tuple[int, ...] = (),
-        registers: int = 0, **constexprs,
-    ) -> None:  # fmt: skip
+        self, kernel, tile: Tile, sizes: tuple[int, ...] = (), registers: int = 0, **constexprs
+    ) -> None:
         values = {
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
@@ -101,7 +101,7 @@ class Launcher:
         named = [name for name in kernel.arg_names if name in values]
         assert kernel.arg_names[-len(named) :] == named or not named, "constexprs come last"
         self._fixed = (*sizes, *(values[name] for name in named))
-        self._kernel, self._grid, self._tile = kernel, grid, tile
+        self._kernel, self._tile = kernel, tile
         self._options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         if registers:
             self._options["maxnreg"] = registers
@@ -113,19 +113,6 @@ class Launcher:
         self._is_compiled = hasattr(kernel, "params")  # not interpreted
         self._dtypes: list | None = None
         self._device: int | None = None
-
-    def __call__(
-        self, tensors: Sequence, numbers: Sequence[int], grid: tuple[int, ...] = ()
-    ) -> None:
-        """Launch on the current stream of the tensors' device, or, given slots, add the launch to
-        their program. There may be host tensor descriptors among `tensors`, but not the last. A
-        `grid` takes the place of the constructor's.
-        """
-        grid = grid or self._grid
-        if isinstance(slot := tensors[-1], Slot):
-            slot.program.add(Launch(self, tensors, numbers, grid))
-        else:
-            self.launch(tensors, numbers, grid)
 
     def launch(self, tensors: Sequence, numbers: Sequence[int], grid: tuple[int, ...]) -> None:
         if self._device is None:
@@ -173,16 +160,13 @@ class Launcher:
 
     def _code_for(self, tensors: Sequence, numbers: Sequence[int]) -> tuple:
         """All that Triton compiles for, of a launch with whole 16-byte addresses."""
-        kinds = [
-            (None if one is None else getattr(one, "dtype", None) or _block(one)) for one in tensors
-        ]
         given = (*tensors, *numbers, *self._fixed)
         sizes = [
             _size_class(value)
             for value, parameter in zip(given, self._kernel.params, strict=True)
             if type(value) is int and not parameter.do_not_specialize
         ]
-        return (self._device, self._code, *kinds, *sizes)
+        return (self._device, self._code, *map(_kind, tensors), *sizes)
 
     def native(
         self, step: Launch, address: Callable[[Operand], int], scratch: Callable[[int], Operand]
@@ -207,6 +191,33 @@ class Launcher:
         )
 
 
+def launch_kernel(
+    kernel, grid: tuple[int, ...], tile: Tile, tensors: Sequence, numbers: Sequence[int] = (),
+    sizes: tuple[int, ...] = (), registers: int = 0, **constexprs,
+) -> None:  # fmt: skip
+    """Launch a kernel on the current stream of the tensors' device, or, given slots, add the launch
+    to their program. `Launcher` says what the arguments are. There may be host tensor descriptors
+    among `tensors`, but not the last.
+    """
+    # a launcher launches the code that was compiled for the first of its tensors
+    kinds = (_device_of(tensors), *map(_kind, tensors))
+    key = (id(kernel), tile, sizes, registers, kinds, *constexprs.items())
+    if (launcher := _launchers.get(key)) is None:
+        launcher = _launchers[key] = Launcher(kernel, tile, sizes, registers, **constexprs)
+    if isinstance(slot := tensors[-1], Slot):
+        slot.program.add(Launch(launcher, tensors, numbers, grid))
+    else:
+        launcher.launch(tensors, numbers, grid)
+
+
+_launchers: Recent[tuple, Launcher] = Recent(4096)
+
+
+def _kind(tensor) -> Any:
+    """What Triton's code depends on of a tensor, a host descriptor or None."""
+    return None if tensor is None else getattr(tensor, "dtype", None) or _block(tensor)
+
+
 def _size_class(value: int) -> tuple[bool, bool, bool]:
     """What Triton's code depends on of a number that it specialises."""
     return value == 1, value % 16 == 0, -(1 << 31) <= value < 1 << 31
@@ -218,7 +229,9 @@ def _block(descriptor) -> tuple:
 
 
 def _device_of(tensors: Sequence) -> int:
-    """The number of the GPU; some tensors, such as pinned ones, may be on the host."""
+    """The number of the GPU; some tensors, such as pinned ones, may be on the host, no slots."""
+    if isinstance(slot := tensors[-1], Slot):
+        return _ON_HOST if slot.device.index is None else slot.device.index
     gpus = (one.device.index for one in tensors if getattr(one, "is_cuda", False))
     return next(gpus, _ON_HOST)
 

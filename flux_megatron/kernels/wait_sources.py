@@ -6,14 +6,11 @@ A stream wait by the driver would cost less, but it has no deadline.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
 
 from flux_megatron.kernels.primitives import deadline_after, wait_rows
-from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.problem import Tile
 from flux_megatron.symm.program import Memory, Number
 
@@ -28,12 +25,6 @@ def wait_sources_kernel(
         wait_rows(pad, source, 0, M_shard - 1, comm_rows, epoch, deadline, status)  # wait [A]
 
 
-@lru_cache(maxsize=1024)
-def _launcher(M_shard: int, world_size: int, device: torch.device) -> Launcher:
-    one_warp = Tile(num_warps=1, num_stages=1)
-    return Launcher(wait_sources_kernel, (1,), one_warp, (M_shard, world_size))
-
-
 def wait_sources(
     *, pad: Memory, status: Memory, first_source: int, count: int, world_size: int,
     epoch: Number, timeout_ns: int, M_shard: int, comm_rows: int,
@@ -41,5 +32,7 @@ def wait_sources(
     """Order the current stream after the shards of `count` ranks from `first_source` on, around
     the ring.
     """
-    run = _launcher(M_shard, world_size, pad.device)
-    run((pad, status), (first_source, count, epoch, timeout_ns, comm_rows))
+    launch_kernel(
+        wait_sources_kernel, (1,), Tile(num_warps=1, num_stages=1), (pad, status),
+        (first_source, count, epoch, timeout_ns, comm_rows), (M_shard, world_size),
+    )  # fmt: skip

@@ -12,16 +12,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from flux_megatron import config_files
-from flux_megatron.config_files import configs, flat
+from flux_megatron.config_files import configs, flat, merge
 from flux_megatron.launch import rules, schema
 from flux_megatron.launch.errors import ExperimentError, LaunchError, Rule
-from flux_megatron.launch.inheritance import Merged, Tree, covers, merge
+from flux_megatron.launch.inheritance import Merged, Tree, covers
 from flux_megatron.launch.schema import Program
 from flux_megatron.launch.workload import Arm, Cluster, Workload
 from flux_megatron.option_values import nearest
 
 STUDY_PROGRAM = "dlrm"  # of a study, which `flux-megatron simulate` reads
+EXAMPLE = "training.micro_batch=2"  # of --set
 ARMS: tuple[Arm, ...] = get_args(Arm)
 SECTIONS = ("model", "cluster", "parallel", "training")  # of a workload
 
@@ -75,14 +75,6 @@ def _shipped() -> dict[str, Path]:
     return dict(sorted(found.items())) | {
         f"study/{one.stem}": one for one in sorted(configs().glob("studies/*.yaml"))
     }
-
-
-def parse_override(text: str) -> tuple[str, Any]:
-    """`training.micro_batch=2` -> ("training.micro_batch", 2), the value read as YAML."""
-    try:
-        return config_files.parse_override(text, example="training.micro_batch=2")
-    except ValueError as error:
-        raise ExperimentError("--set", [("", str(error))]) from None
 
 
 def find(name_or_path: str) -> tuple[str, Path]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flux_megatron import config_files
-from flux_megatron.config_files import configs, flat
+from flux_megatron.config_files import configs, flat, merge
 from flux_megatron.launch.errors import ExperimentError, Rule
 
 # sections that a file may take whole by name, and the folders of those that we ship
@@ -26,17 +26,6 @@ Tree = dict[str, Any]
 
 def covers(prefix: str, key: str) -> bool:
     return f"{key}.".startswith(f"{prefix}.")
-
-
-def merge(tree: Tree, other: Mapping[str, Any]) -> Tree:
-    """`other` upon `tree`; dotted keys are those of mappings."""
-    for name, value in other.items():
-        first, _, rest = str(name).partition(".")
-        value = {rest: value} if rest else value
-        old = tree.get(first)
-        new = isinstance(value, dict)
-        tree[first] = merge(dict(old) if isinstance(old, dict) else {}, value) if new else value
-    return tree
 
 
 class Merged:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flux_megatron import machine, option_values
+from flux_megatron import config_files, machine, option_values
 from flux_megatron.launch import experiment, parser_signature, run_folder, scripts, site
 from flux_megatron.launch.errors import LaunchError
 from flux_megatron.launch.experiment import Experiment
@@ -64,7 +64,7 @@ class Prepared:
         with option_values.writing("--run-dir", run):
             for one, arms in self.files.items():
                 run_folder.write(run / one, self.experiment, arms)
-            run_folder.replace(run / "job.sbatch", self.job)
+            option_values.replace(run / "job.sbatch", self.job)
         return run / "job.sbatch"
 
     def submit(self) -> str:
@@ -136,7 +136,7 @@ def prepare(
 
     `rounds` None: those of the run that is resumed, or ROUNDS where there are several arms.
     """
-    loaded = experiment.load(name, dict(map(experiment.parse_override, overrides)))
+    loaded = experiment.load(name, config_files.overrides(overrides, experiment.EXAMPLE))
     run = option_values.absolute(run or Path("runs") / loaded.name)
     if resume:
         first, rounds = _resumed(run, rounds)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flux_megatron.errors import BadInput
 from flux_megatron.launch.workload import ELEMENT_BYTES, FP8, Model, Parallel, Workload
 
 RESERVED_BYTES = 3 * 2**30  # assumed: CUDA's context, NCCL's channels, cuBLAS, fragmentation
@@ -34,17 +35,17 @@ class Stage:
 
 
 def stages(w: Workload) -> list[Stage]:
-    """By pipeline rank. `ValueError` if the layers cannot be shared out equally."""
+    """By pipeline rank. `BadInput` if the layers cannot be shared out equally."""
     pp, chunks, layers = w.parallel.pp, w.parallel.virtual_stages, w.model.layers
     if layers % (pp * chunks):
-        raise ValueError(
+        raise BadInput(
             f"{layers} layers cannot be shared out to {pp} pipeline stages of {chunks} chunks"
         )
     return [Stage(i, layers // pp, i == 0, i == pp - 1) for i in range(pp)]
 
 
 def needed(w: Workload) -> int:
-    """Bytes of the fullest GPU. `ValueError` if the layers cannot be shared out equally."""
+    """Bytes of the fullest GPU. `BadInput` if the layers cannot be shared out equally."""
     return max(of_stage(w, stage) for stage in stages(w))
 
 

@@ -7,7 +7,6 @@ holds all of it for each round but job.sbatch, cache/ and preflight/.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
-from flux_megatron import config_files
+from flux_megatron import config_files, option_values
 from flux_megatron.launch import schema
 from flux_megatron.launch.errors import LaunchError
 from flux_megatron.launch.experiment import Experiment
@@ -69,17 +68,10 @@ def write(run: Path, experiment: Experiment, arms: Mapping[Arm, Mapping[str, str
     more = (run / "experiment.json").exists() and _values(read(run)) != _values(experiment)
     record = {"format": 1, "flux_megatron": __version__, "command": sys.argv}
     record["experiment"] = asdict(experiment)
-    replace(run / "experiment.json", json.dumps(record, indent=2) + "\n")
+    option_values.replace(run / "experiment.json", json.dumps(record, indent=2) + "\n")
     for arm, files in arms.items():
         (run / arm).mkdir(exist_ok=True)
         for name in ("failures", "done") if more else ("failures",):
             (run / arm / name).unlink(missing_ok=True)
         for name, text in files.items():
-            replace(run / arm / name, text)
-
-
-def replace(file: Path, text: str) -> None:
-    """Atomically: a job that reads meanwhile sees the old file or the new one."""
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(text)
-    os.replace(partial, file)
+            option_values.replace(run / arm / name, text)

@@ -65,6 +65,7 @@ def broken(error: ValidationError) -> Iterator[Rule]:
     """What pydantic has found, by dotted key."""
     for item in error.errors():
         text = item["msg"].replace("an object", "a mapping")  # as YAML calls it
+        text = text.removeprefix("Value error, ")
         if item["type"] == "missing":
             text = "missing"
         elif not isinstance(item["input"], dict) and item["type"] != "value_error":

@@ -16,6 +16,7 @@ from pydantic import Field
 Count = Annotated[int, Field(gt=0, le=2**31 - 1)]
 CountFromZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Positive = Annotated[float, Field(gt=0)]
+FromZero = Annotated[float, Field(ge=0)]
 Arm = Literal["megatron", "te", "flux"]
 FP8 = "float8_e4m3fn"
 ELEMENT_BYTES = {FP8: 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -77,7 +78,7 @@ class Nics:
 
     count: Count
     bandwidth_gbps: Positive
-    latency_us: Annotated[float, Field(ge=0)] = 5.0
+    latency_us: FromZero = 5.0
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ _PLACES = {
     "FluxRowwiseParallel": "flux_megatron.nn.parallel_styles",
     "RowParallelLinear": "flux_megatron.nn.linear",
     "ShardedEmbeddingBag": "flux_megatron.nn.embedding",
-    "sharded_state_dict": "flux_megatron.nn.sharded_state",
+    "sharded_state_dict": "flux_megatron.nn.linear",
     "sum_gradient": "flux_megatron.nn.replicated",
 }
 
@@ -31,10 +31,13 @@ __all__ = [
 
 if TYPE_CHECKING:
     from flux_megatron.nn.embedding import ShardedEmbeddingBag
-    from flux_megatron.nn.linear import ColumnParallelLinear, RowParallelLinear
+    from flux_megatron.nn.linear import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        sharded_state_dict,
+    )
     from flux_megatron.nn.parallel_styles import FluxColwiseParallel, FluxRowwiseParallel
     from flux_megatron.nn.replicated import sum_gradient
-    from flux_megatron.nn.sharded_state import sharded_state_dict
 
 
 def __getattr__(name: str) -> Any:

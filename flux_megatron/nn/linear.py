@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
 from flux_megatron import ops
-from flux_megatron.nn import by_name
+from flux_megatron.nn import functions, operators
 from flux_megatron.nn.replicated import SumGradient, joined
 
 
@@ -120,7 +120,7 @@ class ColumnParallelLinear(ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         x, weight, bias = _autocast(x, self.weight, self.bias)
         self._check(x, "tokens / R")
-        return by_name.linear("column", x, weight, bias, self.group_name, self.world_size)
+        return linear_of("column", x, weight, bias, self.group_name, self.world_size)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -144,8 +144,24 @@ class RowParallelLinear(ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         x, weight, bias = _autocast(x, self.weight, self.bias)
         self._check(x, "tokens")
-        y = by_name.linear("row", x, weight, None, self.group_name, self.world_size)
+        y = linear_of("row", x, weight, None, self.group_name, self.world_size)
         return y if bias is None else y + SumGradient.apply(bias, self.group_name)
+
+
+def linear_of(layer: str, x: Tensor, w: Tensor, bias: Tensor | None, name: str, R: int) -> Tensor:
+    """The function of a layer that `functions` names, of a group that is known by its name and its
+    R ranks: torch.compile cannot look a group up. With the group "" dx of a local layer stays this
+    rank's partial sum; row and whole layers have no bias.
+    """
+    if ops.is_traced():
+        return operators.linear(layer, x, w, None, name, R, bias, False)[0]
+    group: Any = ops.group_named(name) if name else None
+    if layer == "local":
+        return functions.local_linear(x, w, bias, allreduce_group=group)
+    if layer == "column":
+        return functions.column_parallel_linear(x, w, bias, group=group)
+    function = functions.row_parallel_linear if layer == "row" else functions.row_linear
+    return function(x, w, group=group)
 
 
 def _autocast(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -154,3 +170,25 @@ def _autocast(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
         return x, w, bias
     dtype = torch.get_autocast_dtype(x.device.type)
     return x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def sharded_state_dict(model: Module) -> dict[str, Tensor]:
+    """`model.state_dict()` with the parameters of parallel layers as DTensors of the whole layer.
+
+    A DTensor shares the memory of its parameter. `torch.distributed.checkpoint` writes and reads
+    such a dict, with any number of ranks. `full_tensor()`, a collective of the layer's group, gives
+    a whole parameter. All other entries, equal on all ranks, are those of `state_dict()`.
+    """
+    from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+
+    state = model.state_dict()
+    for path, layer in model.named_modules():
+        if not isinstance(layer, ParallelLinear):
+            continue
+        mesh = DeviceMesh.from_group(layer.group, layer.weight.device.type)
+        for name, _ in layer.named_parameters(recurse=False):
+            split = layer.dimensions.get(name)
+            key = f"{path}.{name}" if path else name
+            placement = Replicate() if split is None else Shard(split)
+            state[key] = DTensor.from_local(state[key], mesh, [placement], run_check=False)
+    return state

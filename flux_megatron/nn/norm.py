@@ -6,7 +6,8 @@
 | `rms_norm` | x / sqrt(mean(x^2) + eps) * gamma |
 
 gamma is the weight or, with `zero_centered`, 1 + weight. The result has the dtype of the weight: an
-fp32 residual stream gives the operand of the next GEMM.
+fp32 residual stream gives the operand of the next GEMM. Kernels run in a node of autograd, and for
+torch.compile in operators, which cost the host more.
 """
 
 from __future__ import annotations
@@ -65,9 +66,7 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, options: _Options) -> 
     if _refused(options.name, x.dtype, weight.dtype, x.shape[-1], x.is_cuda):
         return _by_torch(x, weight, bias, options)
     if ops.is_traced():
-        from flux_megatron.nn import norm_operators
-
-        return norm_operators.norm(x, weight, bias, *options)[0]
+        return _operator(x, weight, bias, *options)[0]
     return _Norm.apply(x, weight, bias, options)
 
 
@@ -93,31 +92,54 @@ def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, options: _Options)
     return F.layer_norm(x, weight.shape, gamma, beta, options.eps).to(weight.dtype)
 
 
+def _rows(x: Tensor) -> Tensor:
+    """[..., N] as [M, N], without a copy if the rows have one stride, as in a slice of QKV."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, options: _Options
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """y, and of each row the fp32 mean (None for `rms_norm`) and 1 / deviation."""
+    y, mean, rstd = kernels.norm_forward(
+        _rows(x), weight, bias, eps=options.eps, one_plus=options.zero_centered,
+        center=options.name == "layer_norm",
+    )  # fmt: skip
+    return y.resize_(x.shape), mean, rstd  # not a view, which a caller could not modify in place
+
+
+def _backward(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, zero_centered: bool,
+    bias: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dx, and the gradients of weight and, with `bias`, bias, as rows of one matrix."""
+    rows = _rows(x)
+    dx, gradients = kernels.norm_backward(
+        dy.reshape(rows.shape).contiguous(), rows, weight, mean, rstd, one_plus=zero_centered,
+        bias=bias,
+    )  # fmt: skip
+    return dx.view(x.shape), gradients
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: _Options
     ) -> Tensor:
-        rows = _rows(x)
-        y, mean, rstd = kernels.norm_forward(
-            rows, weight, bias, eps=options.eps, one_plus=options.zero_centered,
-            center=options.name == "layer_norm",
-        )  # fmt: skip
+        y, mean, rstd = _forward(x, weight, bias, options)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.options = options
-        return y.resize_(x.shape)  # not a view, which a caller could not modify in place
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor):
         x, weight, bias, mean, rstd = ctx.saved_tensors
         if torch.is_grad_enabled():
             return *_again(ctx, dy), None
-        rows = _rows(x)
-        dx, gradients = kernels.norm_backward(
-            dy.reshape(rows.shape).contiguous(), rows, weight, mean, rstd,
-            one_plus=ctx.options.zero_centered, bias=bias is not None,
-        )  # fmt: skip
-        return dx.view(dy.shape), gradients[0], gradients[1] if bias is not None else None, None
+        given = x, weight, mean, rstd, ctx.options.zero_centered, bias is not None
+        dx, gradients = _backward(dy, *given)
+        return dx, gradients[0], gradients[1] if bias is not None else None, None
 
 
 def _again(ctx: Any, dy: Tensor) -> list[Tensor | None]:
@@ -129,7 +151,45 @@ def _again(ctx: Any, dy: Tensor) -> list[Tensor | None]:
     return [next(found) if needs else None for needs in ctx.needs_input_grad[:3]]
 
 
-def _rows(x: Tensor) -> Tensor:
-    """[..., N] as [M, N], without a copy if the rows have one stride, as in a slice of QKV."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+@torch.library.custom_op("flux_megatron::norm", mutates_args=())
+def _operator(
+    x: Tensor, weight: Tensor, bias: Tensor | None, name: str, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `_forward` gives; an empty mean for `rms_norm`."""
+    y, mean, rstd = _forward(x, weight, bias, _Options(name, eps, zero_centered))
+    return y, rstd.new_empty(0) if mean is None else mean, rstd
+
+
+@_operator.register_fake
+def _(x, weight, bias, name, eps, zero_centered):
+    rows = x.shape[:-1].numel()
+    mean = weight.new_empty(rows if name == "layer_norm" else 0, dtype=torch.float32)
+    return weight.new_empty(x.shape), mean, weight.new_empty(rows, dtype=torch.float32)
+
+
+@torch.library.custom_op("flux_megatron::norm_backward", mutates_args=())
+def _operator_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, zero_centered: bool,
+    bias: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _backward(dy, x, weight, mean if mean.numel() else None, rstd, zero_centered, bias)
+
+
+@_operator_backward.register_fake
+def _(dy, x, weight, mean, rstd, zero_centered, bias):
+    return x.new_empty(x.shape), weight.new_empty(1 + bias, weight.shape[0])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, _, _, ctx.zero_centered = inputs
+    ctx.has_bias = bias is not None
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(x, weight, *output[1:])
+
+
+def _gradients(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    dx, gradients = _operator_backward(dy, *ctx.saved_tensors, ctx.zero_centered, ctx.has_bias)
+    return dx, gradients[0], gradients[1] if ctx.has_bias else None, None, None, None
+
+
+_operator.register_autograd(_gradients, setup_context=_keep)

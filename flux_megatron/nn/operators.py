@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from flux_megatron import ops
-from flux_megatron.nn import functions
-from flux_megatron.nn.functions import Wgrad
+from flux_megatron.nn import linear_passes
+from flux_megatron.nn.linear_passes import Wgrad
 from flux_megatron.ops import group_named
 from flux_megatron.wgrad import IntoMainGrad, plain_wgrad
 
@@ -32,11 +31,9 @@ def linear(
     bias: Tensor | None, save_gathered: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y, and the gathered rows of x for backward, none without `save_gathered`."""
-    kept = [x.new_empty(0, x.shape[-1])]
-    consume = (lambda rows: kept.append(rows.clone())) if save_gathered else None
     ranks = group_named(group) if group else None
-    y = functions.forward(layer, x, functions._rows(x), w, bias, ranks, consume)
-    return y, kept[-1]
+    y, kept = linear_passes.forward(layer, x, w, bias, ranks, save_gathered)
+    return y, x.new_empty(0, x.shape[-1]) if kept is None else kept
 
 
 @linear.register_fake
@@ -52,48 +49,26 @@ def _tokens(layer: str, given: Tensor, R: int, gathers: str, scatters: str) -> i
     return tokens * R if layer == gathers else tokens // R if layer == scatters else tokens
 
 
-@torch.library.custom_op("flux_megatron::linear_backward", mutates_args=())
+@torch.library.custom_op("flux_megatron::linear_backward", mutates_args=("main_grad",))
 def _backward(
-    layer: str, dy: Tensor, x: Tensor, w: Tensor, group: str, R: int, save_gathered: bool,
-    needs: Sequence[bool],
+    main_grad: Tensor | None, layer: str, dy: Tensor, x: Tensor, w: Tensor, group: str, R: int,
+    save_gathered: bool, needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dx, dw, db = _gradients(layer, dy, x, w, group, R, save_gathered, needs, plain_wgrad)
+    """dx, dw, db, each empty where it is not needed, or is added to main_grad."""
+    wgrad: Wgrad = plain_wgrad if main_grad is None else IntoMainGrad(main_grad)
+    rows = linear_passes.rows_of(x) if needs[1] else None
+    ranks = group_named(group) if group else None
+    options = linear_passes.Options(layer, ranks, wgrad, save_gathered)
+    shape = _shape_of_dx(layer, dy, w, R)
+    dx, dw, db = linear_passes.backward(dy, rows, w, shape, options, needs)
     return _or_empty(dx, dy), _or_empty(dw, dy), _or_empty(db, dy)
 
 
 @_backward.register_fake
-def _(layer, dy, x, w, group, R, save_gathered, needs):
-    shapes = (_shape_of_dx(layer, dy, w, R), w.shape, w.shape[:1])
-    return tuple(dy.new_empty(shape if n else 0) for shape, n in zip(shapes, needs, strict=True))
-
-
-@torch.library.custom_op("flux_megatron::linear_backward_into", mutates_args=("main_grad",))
-def _backward_into(
-    main_grad: Tensor, layer: str, dy: Tensor, x: Tensor, w: Tensor, group: str, R: int,
-    save_gathered: bool, needs: Sequence[bool],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same with the weight's gradient added to main_grad, for dx and db."""
-    into = IntoMainGrad(main_grad)
-    dx, _, db = _gradients(layer, dy, x, w, group, R, save_gathered, needs, into)
-    return _or_empty(dx, dy), _or_empty(db, dy)
-
-
-@_backward_into.register_fake
 def _(main_grad, layer, dy, x, w, group, R, save_gathered, needs):
-    needs_dx, _, needs_db = needs
-    dx = dy.new_empty(_shape_of_dx(layer, dy, w, R) if needs_dx else 0)
-    return dx, dy.new_empty(w.shape[0] if needs_db else 0)
-
-
-def _gradients(
-    layer: str, dy: Tensor, x: Tensor, w: Tensor, group: str, R: int, save_gathered: bool,
-    needs: Sequence[bool], wgrad: Wgrad,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """dx, dw, db, each None where it is not needed or is added elsewhere."""
-    rows = functions._rows(x) if needs[1] else None
-    ranks = group_named(group) if group else None
-    options = functions.Options(layer, ranks, wgrad, save_gathered)
-    return functions.backward(dy, rows, w, _shape_of_dx(layer, dy, w, R), options, needs)
+    shapes = (_shape_of_dx(layer, dy, w, R), w.shape, w.shape[:1])
+    made = (needs[0], needs[1] and main_grad is None, needs[2])
+    return tuple(dy.new_empty(shape if one else 0) for shape, one in zip(shapes, made, strict=True))
 
 
 def _shape_of_dx(layer: str, dy: Tensor, w: Tensor, R: int) -> list[int]:
@@ -115,13 +90,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _layer_gradients(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     x, w = ctx.saved_tensors
     needs = [ctx.needs_input_grad[place] for place in (1, 2, 6)]
-    given = (ctx.layer, dy, x, w, ctx.group, ctx.R, ctx.save_gathered, needs)
-    if ctx.main_grad is None or not needs[1]:
-        made = _backward(*given)
-    else:
-        dx, db = _backward_into(ctx.main_grad, *given)
-        made, needs[1] = (dx, None, db), False
-    dx, dw, db = (one if need else None for one, need in zip(made, needs, strict=True))
+    main_grad = ctx.main_grad if needs[1] else None
+    made = _backward(
+        main_grad, ctx.layer, dy, x, w, ctx.group, ctx.R, ctx.save_gathered, needs
+    )  # fmt: skip
+    wanted = (needs[0], needs[1] and main_grad is None, needs[2])
+    dx, dw, db = (one if need else None for one, need in zip(made, wanted, strict=True))
     return None, dx, dw, None, None, None, db, None
 
 
@@ -131,23 +105,9 @@ linear.register_autograd(_layer_gradients, setup_context=_keep)
 @torch.library.custom_op("flux_megatron::sum_over_group", mutates_args=())
 def sum_over_group(x: Tensor, group: str) -> Tensor:
     """The sum of x over all ranks, on each of them; fp32 inside, fp64 for fp64."""
-    total = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
-    dist.all_reduce(total, group=group_named(group))
-    return total.to(x.dtype)
+    return ops.differentiable.reduce(x, group_named(group))
 
 
 @sum_over_group.register_fake
 def _(x, group):
-    return torch.empty_like(x)
-
-
-def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.group = inputs[1]
-
-
-def _of_the_sum(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    """Every rank has the sum, and its gradient."""
-    return ops.differentiable.copy(gradient, group_named(ctx.group)), None
-
-
-sum_over_group.register_autograd(_of_the_sum, setup_context=_keep_group)
+    return x.new_empty(x.shape)

@@ -28,8 +28,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from flux_megatron.nn import by_name
-from flux_megatron.nn.linear import _autocast
+from flux_megatron.nn.linear import _autocast, linear_of
 from flux_megatron.nn.replicated import SumGradient
 
 
@@ -38,6 +37,7 @@ class _FluxParallel(ParallelStyle):
 
     split: ClassVar[str]  # the size of the layer that is divided among the ranks
     placements: ClassVar[dict[str, Placement]]
+    layouts: ClassVar[tuple[Placement, Placement]]  # of input and output, where none is given
     kind: ClassVar[type[_Linear]]
 
     def __init__(
@@ -45,12 +45,12 @@ class _FluxParallel(ParallelStyle):
         use_local_output: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.input_layout, self.output_layout = self._layouts(input_layouts, output_layouts)
+        self.input_layout = input_layouts or self.layouts[0]
+        self.output_layout = output_layouts or self.layouts[1]
         self.use_local_output = use_local_output
+        self._check()
 
-    def _layouts(
-        self, given: Placement | None, result: Placement | None
-    ) -> tuple[Placement, Placement]:
+    def _check(self) -> None:
         raise NotImplementedError
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -130,9 +130,9 @@ class _Colwise(_Linear):
         name, R, layout = self.group_name, self.world_size, self.style.input_layout
         if isinstance(layout, Shard):
             d = _dimension(self.style, layout, x)
-            y = by_name.linear("column", x.movedim(d, 0), w, bias, name, R).movedim(0, d)
+            y = linear_of("column", x.movedim(d, 0), w, bias, name, R).movedim(0, d)
         else:
-            y = by_name.linear("local", x, w, bias, "" if summed else name, R)
+            y = linear_of("local", x, w, bias, "" if summed else name, R)
         return self._result(y, Shard(y.dim() - 1))
 
 
@@ -142,10 +142,10 @@ class _Rowwise(_Linear):
         name, R, layout = self.group_name, self.world_size, self.style.output_layout
         if isinstance(layout, Shard):
             d = _dimension(self.style, layout, x)
-            y = by_name.linear("row", x.movedim(d, 0), w, None, name, R).movedim(0, d)
+            y = linear_of("row", x.movedim(d, 0), w, None, name, R).movedim(0, d)
             bias = None if bias is None else SumGradient.apply(bias, name)
         else:
-            y = by_name.linear("whole", x, w, None, name, R)
+            y = linear_of("whole", x, w, None, name, R)
         return self._result(y if bias is None else y + bias, _positive(layout, y.dim()))
 
 
@@ -162,13 +162,11 @@ class FluxColwiseParallel(_FluxParallel):
 
     split, kind = "out_features", _Colwise
     placements: ClassVar = {"weight": Shard(0), "bias": Shard(0)}
+    layouts: ClassVar = (Replicate(), Shard(-1))
 
-    def _layouts(
-        self, given: Placement | None, result: Placement | None
-    ) -> tuple[Placement, Placement]:
-        given = given or Replicate()
+    def _check(self) -> None:
+        given = self.input_layout
         _expect(self, "input_layouts", given, isinstance(given, (Shard, Replicate)))
-        return given, result or Shard(-1)
 
 
 class FluxRowwiseParallel(_FluxParallel):
@@ -182,21 +180,19 @@ class FluxRowwiseParallel(_FluxParallel):
 
     split, kind = "in_features", _Rowwise
     placements: ClassVar = {"weight": Shard(1), "bias": Replicate()}
+    layouts: ClassVar = (Shard(-1), Replicate())
 
-    def _layouts(
-        self, given: Placement | None, result: Placement | None
-    ) -> tuple[Placement, Placement]:
-        given, result = given or Shard(-1), result or Replicate()
-        _expect(self, "input_layouts", given, given == Shard(-1))
+    def _check(self) -> None:
+        given, result = self.input_layout, self.output_layout
+        _expect(self, "input_layouts", given, given == Shard(-1), "Shard(-1)")
         _expect(self, "output_layouts", result, isinstance(result, (Shard, Replicate)))
-        return given, result
 
 
-def _expect(style: ParallelStyle, option: str, given: Placement, good: bool) -> None:
+def _expect(
+    style: ParallelStyle, option: str, given: Placement, good: bool,
+    expected: str = "Replicate() or Shard",
+) -> None:  # fmt: skip
     if not good:
-        expected = "Shard(-1)" if isinstance(style, FluxRowwiseParallel) else "Replicate() or Shard"
-        if option == "output_layouts":
-            expected = "Replicate() or Shard"
         raise ValueError(f"{type(style).__name__}: {option} {given} given, {expected} expected")
 
 

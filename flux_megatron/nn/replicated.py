@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from flux_megatron import ops
 from flux_megatron.nn import operators
 
 
@@ -50,4 +51,6 @@ class SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():  # to be differentiated again
+            return ops.differentiable.reduce(gradient, ops.group_named(ctx.group)), None
         return operators.sum_over_group(gradient, ctx.group), None

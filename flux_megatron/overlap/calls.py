@@ -22,13 +22,11 @@ from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Plan
 from flux_megatron.scaling import Scaling
 from flux_megatron.symm.enqueue import MADE, TABLE, Operand, X
-from flux_megatron.symm.program import CallProgram, Slot, Torch
+from flux_megatron.symm.program import Builder, CallProgram, Torch
 from flux_megatron.symm.workspace import Workspace
 
 _UNNAMED = nullcontext()
 _MADE = MADE - X.register  # the place of the first tensor that a call makes, behind its operands
-# It adds the steps of a call to a program and gives the result's slot, or None.
-Builder = Callable[[CallProgram], "Slot | None"]
 
 
 def is_watched() -> bool:
@@ -43,14 +41,13 @@ def program_of(
     space: Workspace, turns: bool, scaling: Scaling | None = None,
 ) -> CallProgram:  # fmt: skip
     """The program of calls with such operands, with the caller's turns or without."""
-    w_shape = None if w is None else w.shape
+    w_shape = () if w is None else w.shape
     scaled = None if scaling is None else scaling[2:]
-    key = (build, turns, layout, id(plan), x.shape, x.dtype, w_shape, bias is None, scaled)
+    key = (build, turns, layout, id(plan), *x.shape, x.dtype, *w_shape, bias is None, scaled)
     program: CallProgram | None = space.programs.get(key)
     if program is None:
         # it keeps the plan: no other has its identity as long as it is here
-        program = CallProgram(space, plan, x, w, bias, layout, turns, scaling)
-        program.returns(build(program))
+        program = CallProgram(space, plan, x, w, bias, layout, turns, scaling).built_by(build)
         space.programs[key] = program
     return program
 
@@ -252,7 +249,7 @@ class InFlight:
     # The two executors of a segment.
 
     def _by_python(self) -> None:
-        for name, steps in self.program.segments[self._at]:
+        for name, steps in self.program.steps(self._at):
             with phase(name) if name else _UNNAMED:
                 for step in steps:
                     step.run(self)

@@ -50,7 +50,7 @@ def lists_of(
     if program.lists is None and program.attempts < _ATTEMPTS:
         program.attempts += 1
         try:
-            program.lists = _Builder(program, engine, number).lists()
+            program.listed(_Builder(program, engine, number).lists())
         except Exception as error:  # what the driver or Triton has otherwise than we know it
             program.unlisted = str(error)
     lists: Lists | None = program.lists

@@ -6,17 +6,24 @@ remote shards first and the local shard last. With fewer splits the GEMMs are la
 longer: two in AG+GEMM are the local shard and all remote shards. One in GEMM+RS hides the pushes
 behind later work, such as wgrad; one in AG+GEMM hides nothing, but reads the weight once, and the
 copy engines gather without an SM.
+
+FP8 is the library's GEMM too. Blockwise scales of x travel with its rows, a matrix a rank; those of
+a chunk of rows have gaps in that, so a GEMM of one gets a copy, 1/32 of its rows' bytes.
 """
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flux_megatron.kernels import launch
-from flux_megatron.overlap import calls, transfer
+from flux_megatron.overlap import calls, sequential, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
+from flux_megatron.scaling import Scaling, result_dtype, scales_of
 from flux_megatron.symm.program import CallProgram, Slot
 from flux_megatron.symm.signals import comm_rows_at_least
 
@@ -29,7 +36,15 @@ def supports(problem: Problem) -> str | None:
 
     Its waits and its reduction are our kernels, and every rank reduces equally many rows.
     """
-    return transfer.unequal_shards(problem) or launch.supports(problem)
+    return transfer.unequal_shards(problem) or _by_library(problem)
+
+
+def _by_library(problem: Problem) -> str | None:
+    if problem.blockwise:
+        device = torch.device(problem.device)
+        refused = sequential.blocks_refused(device, problem.M_shard, problem.K_local)
+        return refused or launch.supports_tensors(problem.out_dtype, problem.device)
+    return launch.supports_scaled(problem)
 
 
 def default_plan(problem: Problem) -> Plan:
@@ -47,13 +62,15 @@ def candidates(problem: Problem) -> list[Plan]:
 def _ag_gemm(p: CallProgram) -> Slot:
     whole, lends = p.plan.splits == 1, p.turns
     local_copy = "caller" if whole else "engine" if lends else "nobody"
-    gather = transfer.start_gather(p, p.x, p.plan.comm_rows, local_copy=local_copy)
-    y = p.x.new_empty(len(gather.gathered), p.N)
+    scales: Any = p.scaling.x if p.scaling and p.scaling.blockwise else None
+    gather = transfer.start_gather(p, p.x, p.plan.comm_rows, local_copy=local_copy, scales=scales)
+    y = p.x.new_empty(len(gather.gathered), p.N, dtype=result_dtype(p.x, p.scaling))
     if whole:
-        _multiply(p, gather.complete(), out=y)
+        rows, scales = gather.complete(), gather.scales_of(0, p.world_size)
+        _multiply(p, rows, out=y, bias=p.bias, x_scale=scales)
     else:
         _multiply_shards(p, gather, y)
-    if p.bias is not None:
+    if p.bias is not None and p.scaling is None:
         p.torch(Tensor.add_, y, p.bias)
     if lends:
         p.turn(gather.gathered if whole else gather.complete())
@@ -64,16 +81,37 @@ def _ag_gemm(p: CallProgram) -> Slot:
 def _multiply_shards(p: CallProgram, gather: transfer.Gather, y: Slot) -> None:
     """The local shard at once, the others when they have arrived."""
     rank, M_shard = p.rank, len(p.x)
-    _multiply(p, p.x, out=y[rank * M_shard : (rank + 1) * M_shard])
+    _multiply(p, p.x, out=y[rank * M_shard : (rank + 1) * M_shard], bias=p.bias)
     for first, last in _runs(rank, p.world_size, p.plan.splits):
         gather.wait_for(first, last - first)
         rows = slice(first * M_shard, last * M_shard)
-        _multiply(p, gather.gathered[rows], out=y[rows])
+        scales = gather.scales_of(first, last)
+        _multiply(p, gather.gathered[rows], out=y[rows], bias=p.bias, x_scale=scales)
 
 
-def _multiply(p: CallProgram, x: Slot, *, out: Slot) -> None:
+def _multiply(
+    p: CallProgram, x: Slot, *, out: Slot, bias: Slot | None = None, x_scale: Slot | None = None,
+    rows: slice | None = None,
+) -> None:  # fmt: skip
+    """FP8: `x_scale` are the blockwise scales of x, where others than this call's; x has these
+    `rows` of each matrix of them.
+    """
     with p.phase("gemm chunk"):
-        p.torch(_gemm_nt if p.layout == "nt" else _gemm, x, p.w, out)
+        if p.scaling is None:
+            p.torch(_gemm_nt if p.layout == "nt" else _gemm, x, p.w, out)
+            return
+        gemm = partial(_scaled_gemm, p.scaling, rows or slice(0, len(p.x)))
+        given: Any = x, p.w, p.scaling.x if x_scale is None else x_scale, p.scaling.w, out, bias
+        p.torch(gemm, *(one for one in given if one is not None))
+
+
+def _scaled_gemm(
+    scaling: Scaling, rows: slice, x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor,
+    out: Tensor, bias: Tensor | None = None,
+) -> None:  # fmt: skip
+    if scaling.blockwise:
+        x_scale = scales_of(x_scale, x.shape[1], rows)
+    sequential.scaled_gemm(x, w, bias, scaling._replace(x=x_scale, w=w_scale), out)
 
 
 def _gemm_nt(x: Tensor, w: Tensor, out: Tensor) -> None:
@@ -97,9 +135,10 @@ def _sums(p: CallProgram) -> transfer.ReduceScatter:
     """x @ w chunk by chunk, each pushed to its owner."""
     rank, world_size, M_shard = p.rank, p.world_size, len(p.x) // p.world_size
     comm_rows = comm_rows_at_least(M_shard, p.plan.comm_rows)
-    channel = p.channel(transfer.SCATTER, len(p.x) * p.N * p.x.element_size())
-    received = channel.region((world_size * M_shard, p.N), p.x.dtype)
-    staging = p.x.new_empty(len(p.x), p.N)
+    dtype = result_dtype(p.x, p.scaling)
+    channel = p.channel(transfer.SCATTER, len(p.x) * p.N * dtype.itemsize)
+    received = channel.region((world_size * M_shard, p.N), dtype)
+    staging = p.x.new_empty(len(p.x), p.N, dtype=dtype)
     own = slice(rank * M_shard, (rank + 1) * M_shard)
     if p.plan.splits:
         _multiply(p, p.x, out=staging)
@@ -115,7 +154,7 @@ def _sums(p: CallProgram) -> transfer.ReduceScatter:
             rows = slice(owner * M_shard + tile.start, owner * M_shard + tile.stop)
             if not p.plan.splits:
                 out = received[own][tile] if owner == rank else staging[rows]
-                _multiply(p, p.x[rows], out=out)
+                _multiply(p, p.x[rows], out=out, rows=rows)
                 p.move("fork")
             with p.phase("scatter push"):
                 if owner != rank:
@@ -124,7 +163,7 @@ def _sums(p: CallProgram) -> transfer.ReduceScatter:
                 p.move(
                     "signal", channel.signal(owner, rank, comm_tile), channel.epoch
                 )  # signal [B]
-    blocks = channel.region((world_size, M_shard, p.N), p.x.dtype)
+    blocks = channel.region((world_size, M_shard, p.N), dtype)
     return transfer.ReduceScatter(channel, blocks, comm_rows, staging)
 
 

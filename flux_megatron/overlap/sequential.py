@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from flux_megatron.overlap import collectives
 from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
-from flux_megatron.scaling import Scaling, is_fp8
+from flux_megatron.scaling import BLOCK, E4M3, PADDING, Scaling, dequantized, is_fp8, scales_of
 from flux_megatron.symm.workspace import Workspace
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
@@ -69,6 +70,8 @@ def ag_gemm(
 ) -> Tensor:  # fmt: skip
     """all_gather(x) @ w + bias; `consume` is called with the gathered rows."""
     gathered = start_gather(x, plan, workspace).complete()
+    if scaling is not None and scaling.blockwise:
+        scaling = _with_all_rows(scaling, x, workspace)
     with phase("gemm chunk"):
         y = scaled_gemm(gathered, w, bias, scaling) if scaling else _gemm(gathered, w, layout)
     if bias is not None and scaling is None:
@@ -76,6 +79,14 @@ def ag_gemm(
     if consume is not None:
         consume(gathered)
     return y
+
+
+def _with_all_rows(scaling: Scaling, x: Tensor, workspace: Workspace) -> Scaling:
+    """The blockwise scales of gathered rows."""
+    shards = scaling.x.new_empty(workspace.group.size() * len(scaling.x), scaling.x.shape[1])
+    work = dist.all_gather_into_tensor(shards, scaling.x, group=workspace.group, async_op=True)
+    collectives.wait(work, workspace)
+    return scaling._replace(x=scales_of(shards, x.shape[1], slice(0, len(x))))
 
 
 def _gemm(x: Tensor, w: Tensor, layout: str) -> Tensor:
@@ -86,18 +97,69 @@ def _gemm(x: Tensor, w: Tensor, layout: str) -> Tensor:
     return torch.mm(x, right)
 
 
-def scaled_gemm(x: Tensor, w: Tensor, bias: Tensor | None, scaling: Scaling) -> Tensor:
-    """x @ w.t() * scales + bias, rounded once, by the library where it has FP8."""
+def scaled_gemm(
+    x: Tensor, w: Tensor, bias: Tensor | None, scaling: Scaling, out: Tensor | None = None
+) -> Tensor:
+    """x @ w.t() * scales + bias, rounded once, by the library where it has FP8; `out`, if given."""
     dtype = scaling.out_dtype
-    if x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= (8, 9):
+    if _in_library(x, scaling):
+        of_x, of_w = _as_in_library(w, scaling)
         inside = None if dtype is torch.float32 else bias  # the library adds none in fp32
         y = torch._scaled_mm(
-            x, w.t(), scaling.x.reshape(()), scaling.w.reshape(()), bias=inside, out_dtype=dtype,
-            use_fast_accum=not scaling.split_accumulator,
+            x, w.t(), of_x, of_w, bias=inside, out_dtype=dtype,
+            use_fast_accum=not scaling.split_accumulator, out=out,
         )  # fmt: skip
         return y if inside is bias else y.add_(bias)  # type: ignore[arg-type]
-    y = torch.mm(x.float(), w.float().t()) * scaling.product()
-    return (y if bias is None else y + bias.float()).to(dtype)
+    if scaling.blockwise:
+        real_x, real_w = dequantized(x, w, scaling)
+        y = torch.mm(real_x, real_w.t())
+    else:
+        y = torch.mm(x.float(), w.float().t()) * scaling.product()
+    y = (y if bias is None else y + bias.float()).to(dtype)
+    return y if out is None else out.copy_(y)
+
+
+def _in_library(x: Tensor, scaling: Scaling) -> bool:
+    if x.device.type != "cuda":
+        return False
+    if scaling.blockwise:
+        return blocks_refused(x.device, *x.shape) is None
+    return torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+
+def _as_in_library(w: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
+    if scaling.blockwise:
+        return scaling.x.t(), scaling.w[:, : len(scaling.x)].t()
+    return scaling.x.reshape(()), scaling.w.reshape(())
+
+
+def blocks_refused(device: torch.device, rows: int, K: int) -> str | None:
+    """Why the library has no GEMM of so many rows with blockwise scales, or None. A CPU has none,
+    and makes such GEMMs of real values.
+    """
+    if device.type == "cpu":
+        return None
+    if rows % PADDING:
+        return f"{rows} rows in a GEMM with blockwise scales, a multiple of {PADDING} expected"
+    blocks = -(-K // BLOCK)
+    return _refusal(device, 1 if blocks % PADDING else PADDING)
+
+
+@cache
+def _refusal(device: torch.device, blocks: int) -> str | None:
+    """Of the library itself, with so many blocks of K: some versions of torch know no padding."""
+    scaling = Scaling(
+        torch.ones(blocks, BLOCK, device=device), torch.ones(2, PADDING, device=device),
+        torch.bfloat16, True, True,
+    )  # fmt: skip
+    x, w = (torch.ones(n, blocks * BLOCK, device=device).to(E4M3) for n in (BLOCK, 2 * BLOCK))
+    try:
+        torch._scaled_mm(x, w.t(), *_as_in_library(w, scaling), out_dtype=torch.bfloat16)
+    except (RuntimeError, ValueError) as error:
+        return (
+            f"this torch and GPU have no GEMM with blockwise scales: {str(error).splitlines()[0]}"
+        )
+    return None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from flux_megatron.kernels.reduce_received import reduce_received
 from flux_megatron.kernels.wait_sources import wait_sources
 from flux_megatron.problem import Problem
 from flux_megatron.symm.channel import Call, Channel
-from flux_megatron.symm.enqueue import always
+from flux_megatron.symm.enqueue import Operand, always
 from flux_megatron.symm.program import CallProgram, ChannelSlots, Slot
 from flux_megatron.symm.signals import comm_rows_at_least
 from flux_megatron.symm.workspace import Workspace
@@ -44,26 +44,20 @@ def begin(
     workspace.engine.follow()
     call = workspace.begin(channel, size_bytes, kind)
     if call.region.entries is not None:
-        rank_barrier(
-            pad=call.pads[call.rank],
-            pad_pointers=call.pad_pointers,
-            entries=call.region.entries,
-            status=call.status,
-            rank=call.rank,
-            world_size=call.world_size,
-            timeout_ns=call.timeout_ns,
-        )
+        rank_barrier(call)
     return call
 
 
 def _push_shard(
-    p: CallProgram, channel: ChannelSlots, x: Slot, comm_rows: int, part_columns: int
-) -> int:
+    p: CallProgram, channel: ChannelSlots, x: Slot, comm_rows: int, part_columns: int,
+    scales: Slot | None,
+) -> int:  # fmt: skip
     """Push x [M_shard, K] in communication tiles of `comm_rows` rows, or, if not 0, of
     `part_columns` columns of all rows, each followed by its signal [A]; how many tiles these are.
 
     Rank r+1 pushes to rank r first, which needs these rows first. So the ranks never all write to
-    one rank at once. Of parts of K every rank gets the first before any gets the second.
+    one rank at once. Of parts of K every rank gets the first before any gets the second. All
+    blockwise `scales` of x go before the first signal: they are a 32nd of its bytes.
     """
     rows, pitch = len(x), x.shape[1] * x.element_size()
     peers = [(p.rank - step) % p.world_size for step in range(1, p.world_size)]
@@ -75,12 +69,20 @@ def _push_shard(
         offset, size_bytes = tiles[number]
         to = channel.peer(peer, p.rank * rows * pitch + offset)
         given = to, x.operand.plus(offset), always(size_bytes)
+        if scales is not None and number == 0:
+            p.copy(_behind_rows(channel, peer, x, scales), scales)
         if part_columns:
             p.move("copy_rows", *given, always(rows), always(pitch))
         else:
             p.move("copy", *given)
         p.move("signal", channel.signal(peer, p.rank, number), channel.epoch)  # signal [A]
     return len(tiles)
+
+
+def _behind_rows(channel: ChannelSlots, rank: int, x: Slot, scales: Slot) -> Operand:
+    """Where this rank's scales lie in the region of a rank."""
+    p = channel.program
+    return channel.peer(rank, p.world_size * x.nbytes + p.rank * scales.nbytes)
 
 
 def _comm_tiles(
@@ -97,7 +99,9 @@ def _comm_tiles(
 
 @dataclass
 class Gather:
-    """x [M_shard, K] of every rank in flight to `gathered` [M, K]."""
+    """x [M_shard, K] of every rank in flight to `gathered` [M, K]; its blockwise `scales`, if it
+    has such, to `gathered_scales`, a matrix a rank. Who copies the local shard copies its scales.
+    """
 
     program: CallProgram
     channel: ChannelSlots
@@ -106,6 +110,8 @@ class Gather:
     comm_rows: int
     comm_tiles: int
     local_copy: str
+    scales: Slot | None = None
+    gathered_scales: Slot | None = None
     joined: bool = False
     awaited: int = 1  # ranks whose signals this one has awaited; its own rows need none
 
@@ -124,13 +130,24 @@ class Gather:
                 comm_rows=1,
             )
 
+    def scales_of(self, first: int, last: int) -> Slot | None:
+        """The blockwise scales of the rows of the ranks from `first` to before `last`."""
+        if self.scales is None or self.gathered_scales is None:
+            return None
+        blocks = len(self.scales)
+        return self.gathered_scales[first * blocks : last * blocks]
+
     def complete(self) -> Slot:
         """All rows [M, K], for the current stream; borrowed until `close`."""
         p = self.program
         if self.local_copy != "nobody":
             own = self.channel.peer(p.rank, p.rank * self.x.nbytes)
+            by = "copy" if self.local_copy == "engine" else "copy_here"
             with p.phase("local shard"):
-                p.copy(own, self.x, "copy" if self.local_copy == "engine" else "copy_here")
+                p.copy(own, self.x, by)
+                if self.scales is not None:
+                    own = _behind_rows(self.channel, p.rank, self.x, self.scales)
+                    p.copy(own, self.scales, by)
         if self.local_copy == "engine":
             self._join()
         self.wait_for(p.rank + 1, p.world_size - 1)
@@ -145,7 +162,7 @@ class Gather:
         assert by_kernel or self.awaited >= self.program.world_size, "not all rows are awaited"
         if not self.joined:
             self._join()
-        self.program.held.append(self.x)
+        self.program.held += (self.x,) if self.scales is None else (self.x, self.scales)
 
     def _join(self) -> None:
         """Order later work of the current stream after all pushes of this call."""
@@ -162,10 +179,11 @@ def waits(channel: ChannelSlots) -> dict[str, Any]:
 
 
 def start_gather(
-    p: CallProgram, x: Slot, comm_rows: int, *, local_copy: str = "caller", part_columns: int = 0
-) -> Gather:
+    p: CallProgram, x: Slot, comm_rows: int, *, local_copy: str = "caller", part_columns: int = 0,
+    scales: Slot | None = None,
+) -> Gather:  # fmt: skip
     """Push x to every peer, in communication tiles of `comm_rows` rows, each followed by its signal
-    [A]; or all rows in parts of so many columns.
+    [A]; or all rows in parts of so many columns. `scales` are the blockwise ones of x.
 
     `local_copy` names who copies x to the local shard of the gathered rows in `complete`: "engine",
     behind the pushes; "caller", the caller's stream; or "nobody". A copy within one GPU needs SMs,
@@ -174,13 +192,20 @@ def start_gather(
     CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share a queue: the GEMMs would wait for the copy, and
     the copy for all pushes.
     """
-    channel = p.channel(GATHER, p.world_size * x.nbytes)
+    scale_bytes = 0 if scales is None else scales.nbytes
+    channel = p.channel(GATHER, p.world_size * (x.nbytes + scale_bytes))
     comm_rows = comm_rows_at_least(len(x), comm_rows)
     with p.phase("gather push"):
         p.move("fork")
-        comm_tiles = _push_shard(p, channel, x, comm_rows, part_columns)
+        comm_tiles = _push_shard(p, channel, x, comm_rows, part_columns, scales)
     gathered = channel.region((p.world_size * len(x), x.shape[1]), x.dtype)
-    return Gather(p, channel, x, gathered, comm_rows, comm_tiles, local_copy)
+    gathered_scales = None
+    if scales is not None:
+        shape = p.world_size * len(scales), scales.shape[1]
+        gathered_scales = channel.region(shape, scales.dtype, gathered.nbytes)
+    return Gather(
+        p, channel, x, gathered, comm_rows, comm_tiles, local_copy, scales, gathered_scales
+    )
 
 
 def gather_rows(p: CallProgram) -> None:
@@ -214,7 +239,7 @@ class ReduceScatter:
             )
         if self.staging is not None:
             p.move("join")
-            p.held.append(self.staging)
+            p.held += (self.staging,)
         return y
 
 

@@ -28,6 +28,8 @@ PACKAGE_INFO = "megatron/core/package_info.py"
 class Refused(FluxError):
     """The patches do not fit the checkout, or it is not in the state asked for. Nothing changed."""
 
+    exit_status = 1
+
 
 @dataclass(frozen=True)
 class State:

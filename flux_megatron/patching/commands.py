@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -25,26 +23,23 @@ def _main() -> None:
 @app.command()
 def check(checkout: Checkout) -> None:
     """Show whether the patches fit and whether they are applied; fails if they do not fit."""
-    with _exit_where_refused():
-        state = checkouts.examine(checkout)
-        if state.differences:
-            raise checkouts.Refused(str(state))
+    state = checkouts.examine(checkout)
+    if state.differences:
+        raise checkouts.Refused(str(state))
     typer.echo(state)
 
 
 @app.command()
 def apply(checkout: Checkout) -> None:
     """Put the patches in, if they fit and are not in yet."""
-    with _exit_where_refused():
-        state = checkouts.apply(checkout)
+    state = checkouts.apply(checkout)
     typer.echo(f"{state.series.folder.name}: applied to {_files(state)}")
 
 
 @app.command()
 def undo(checkout: Checkout) -> None:
     """Take the patches out again."""
-    with _exit_where_refused():
-        state = checkouts.undo(checkout)
+    state = checkouts.undo(checkout)
     typer.echo(f"{state.series.folder.name}: taken out of {_files(state)}")
 
 
@@ -54,18 +49,8 @@ def record(
     name: Annotated[str, typer.Argument(help="Folder of patches/ to write")],
 ) -> None:
     """For a new version: write the fingerprints of an unpatched checkout beside its patches."""
-    with _exit_where_refused():
-        file = checkouts.record(checkout, name)
+    file = checkouts.record(checkout, name)
     typer.echo(f"wrote {file}")
-
-
-@contextmanager
-def _exit_where_refused() -> Iterator[None]:
-    try:
-        yield
-    except checkouts.Refused as refusal:
-        typer.echo(str(refusal), err=True)
-        raise typer.Exit(1) from None
 
 
 def _files(state: checkouts.State) -> str:

@@ -114,8 +114,7 @@ class Agreement:
     def failure(self) -> str:
         """The first failure of any rank in the middle of a call, or nothing."""
         with contextlib.suppress(RuntimeError):
-            if not self.broken and self._store.check([_BROKEN]):
-                self.broken = self._store.get(_BROKEN).decode()
+            self.broken = self.broken or self._read(_BROKEN)
         return self.broken
 
     def _read(self, key: str) -> str:

@@ -67,8 +67,8 @@ class CallLog:
                 if theirs == mine:
                     compared[rank] = number
                     continue
-                if _is_before(theirs >> _DIGEST_BITS, number):
-                    break  # not there yet
+                if 0 < (number - (theirs >> _DIGEST_BITS)) % _NUMBERS < _NUMBERS // 2:
+                    break  # not there yet: the entry is of an earlier call
                 if theirs >> _DIGEST_BITS == mine >> _DIGEST_BITS:
                     return (
                         f"call {number} of rank {self._rank} is {self._describe(mine)}, "
@@ -86,8 +86,3 @@ class CallLog:
 
 def different_calls(difference: str) -> str:
     return f"the ranks of the group made different calls: {difference}"
-
-
-def _is_before(entry: int, number: int) -> bool:
-    """Whether an entry's number, which wraps around, is that of an earlier call."""
-    return 0 < (number - entry) % _NUMBERS < _NUMBERS // 2

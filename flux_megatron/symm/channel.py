@@ -12,11 +12,10 @@ call a channel, which `begin` and `end` enforce.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from torch.distributed import ProcessGroup
 from flux_megatron import settings
 from flux_megatron.symm import device as devices
 from flux_megatron.symm import signals
-from flux_megatron.symm.buffer import SymmetricBuffer
+from flux_megatron.symm.buffer import Region, SymmetricBuffer
 from flux_megatron.symm.groups import timeout_s
 from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.recent import Recent
@@ -41,66 +40,6 @@ def rounded(size_bytes: int) -> int:
     """
     step = max(_PAGE, 1 << (size_bytes.bit_length() - 1) >> 3)
     return -(-size_bytes // step) * step
-
-
-@dataclass(frozen=True, eq=False)
-class Region:
-    """What one call at a time uses: the same bytes of each rank's buffer, and the signals for them.
-
-    `pointers` and `pad_pointers` are int64 [R] on the device: the addresses of all ranks' regions
-    and pads. `entries`, int32 [1], is this rank's count of captured calls, None in the regions of
-    eager calls. `fixed` are tensors for calls, in the order of their channel's `FIXED`.
-    """
-
-    rank: int
-    world_size: int
-    size_bytes: int
-    pointers: Tensor
-    pads: tuple[Tensor, ...]
-    pad_pointers: Tensor
-    entries: Tensor | None
-    fixed: tuple[Tensor, ...]
-    _data: SymmetricBuffer
-    _offset_bytes: int
-    _prepared: Recent[Hashable, Any] = field(default_factory=Recent)
-
-    def view(
-        self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int = 0
-    ) -> Tensor:
-        """Rank `rank`'s region, or what is `offset_bytes` behind its beginning, as a tensor."""
-        return self._data.view(rank, shape, dtype, self._offset_bytes + offset_bytes)
-
-    @cached_property
-    def words(self) -> tuple[int, ...]:
-        """The numbers that programs of calls know by their places in it: the addresses of all
-        ranks' regions and signals, the region's size in 64-bit words, the addresses of `fixed`.
-        """
-        fixed = (one.data_ptr() for one in self.fixed)
-        return (*self.addresses, *self.pad_addresses, self.size_bytes // 8, *fixed)
-
-    @cached_property
-    def table(self) -> bytes:
-        """`words` as C takes them."""
-        return struct.pack(f"{len(self.words)}Q", *self.words)
-
-    @cached_property
-    def addresses(self) -> tuple[int, ...]:
-        """Of every rank's region, as this process sees it."""
-        return tuple(shard.data_ptr() + self._offset_bytes for shard in self._data.shards)
-
-    @cached_property
-    def pad_addresses(self) -> tuple[int, ...]:
-        """Of every rank's signals."""
-        return tuple(pad.data_ptr() for pad in self.pads)
-
-    def prepared(self, make: Callable[..., Any], *arguments: Hashable) -> Any:
-        """`make(region, *arguments)`, cached: the addresses of a region do not change."""
-        key = (make, arguments)
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            with lasting():
-                prepared = self._prepared[key] = make(self, *arguments)
-        return prepared
 
 
 class Call(NamedTuple):
@@ -161,18 +100,15 @@ class Channel:
         self._pad_buffer = devices.allocate(2 * self._pad_bytes, group, device)
         self._pads, self._captured_pads = (self._pads_at(n * self._pad_bytes) for n in range(2))
         self._captured_pad_pointers = self._pad_buffer.pointers + self._pad_bytes
-        slots = self._world_size * signals.MAX_COMM_TILES
-        self.tile_counters = torch.zeros(slots, dtype=torch.int32, device=device)
-        self.partial_counters = torch.zeros(
-            signals.PARTIAL_COUNTERS, dtype=torch.int32, device=device
-        )
-        self.work_counter = torch.zeros(signals.WORK_WORDS, dtype=torch.int32, device=device)
-        self._entries = torch.zeros(1, dtype=torch.int32, device=device)
-        waiter = f"rank {self._rank} of group {group.group_name}"
+        zeros = partial(torch.zeros, dtype=torch.int32, device=device)
+        self.tile_counters = zeros(self._world_size * signals.MAX_COMM_TILES)
+        self.partial_counters = zeros(signals.PARTIAL_COUNTERS)
+        self.work_counter = zeros(signals.WORK_WORDS)
+        self._entries = zeros(1)
         awaited = partial(signals.describe_slot, world_size=self._world_size)
         for pads in (self._pads, self._captured_pads):
-            self._name(pads[self._rank], waiter, awaited)
-        self._name(self.partial_counters, waiter, "the partials of tile {}".format)
+            self._name(pads[self._rank], awaited)
+        self._name(self.partial_counters, "the partials of tile {}".format)
         self.epoch = 0
         self.open = False  # whether a call is
         self.region_bytes = 0
@@ -181,7 +117,8 @@ class Channel:
         self._spare: Region | None = None  # of eager calls, when captured ones have taken the other
         self._outgrown: list[Region] = []  # that replays of older graphs write
 
-    def _name(self, pad: Tensor, waiter: str, awaited: Callable[[int], str]) -> None:
+    def _name(self, pad: Tensor, awaited: Callable[[int], str]) -> None:
+        waiter = f"rank {self._rank} of group {self._group.group_name}"
         self._status.name(pad, waiter, awaited, partial(timeout_s, self._group))
         self._named.append(pad)
 

@@ -46,17 +46,13 @@ class CopyEngine(ABC):
             self._captured = (capture, current)
         elif current != self._last:
             if self._last is not None:
-                self._order_after_last(current)
+                if self.capture(self._last):
+                    raise errors.WorkspaceError(
+                        "an eager call on another stream than the last call's, which is being "
+                        "captured: make it before or after the capture"
+                    )
+                self.order(current, self._last)
             self._last = current
-
-    def _order_after_last(self, current: int) -> None:
-        assert self._last is not None
-        if self.capture(self._last):
-            raise errors.WorkspaceError(
-                "an eager call on another stream than the last call's, which is being captured: "
-                "make it before or after the capture"
-            )
-        self.order(current, self._last)
 
     @abstractmethod
     def current(self) -> int:

@@ -126,17 +126,14 @@ class CudaCopyEngine(CopyEngine):
         here = stream == self.current() and torch.cuda.current_device() == self.index
         if here and not torch.cuda.is_current_stream_capturing():
             return 0  # the driver's query costs ten times as much
-        error, status, number, *_ = self._driver.cuStreamGetCaptureInfo(stream)
-        self._check("cuStreamGetCaptureInfo", error)
+        status, number, *_ = self._call("cuStreamGetCaptureInfo", stream)
         active = self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
         return int(number) if status == active else 0
 
     def order(self, later: int, earlier: int) -> None:
         with self._lock:
-            (error,) = self._driver.cuEventRecord(self._event, earlier)
-            self._check("cuEventRecord", error)
-            (error,) = self._driver.cuStreamWaitEvent(later, self._event, 0)
-            self._check("cuStreamWaitEvent", error)
+            self._call("cuEventRecord", self._event, earlier)
+            self._call("cuStreamWaitEvent", later, self._event, 0)
 
     def fork(self) -> None:
         self.order(self._stream, self.current())
@@ -152,8 +149,7 @@ class CudaCopyEngine(CopyEngine):
         return torch.cuda.stream(self._owner)
 
     def copy(self, destination: int, source: int, size_bytes: int) -> None:
-        (error,) = self._driver.cuMemcpyDtoDAsync(destination, source, size_bytes, self._stream)
-        self._check("cuMemcpyDtoDAsync", error)
+        self._call("cuMemcpyDtoDAsync", destination, source, size_bytes, self._stream)
 
     def copy_rows(
         self, destination: int, source: int, size_bytes: int, rows: int, pitch_bytes: int
@@ -164,23 +160,21 @@ class CudaCopyEngine(CopyEngine):
         box.srcDevice, box.dstDevice = source, destination
         box.srcPitch = box.dstPitch = pitch_bytes
         box.WidthInBytes, box.Height = size_bytes, rows
-        (error,) = self._driver.cuMemcpy2DAsync(box, self._stream)
-        self._check("cuMemcpy2DAsync", error)
+        self._call("cuMemcpy2DAsync", box, self._stream)
 
     def copy_here(self, destination: int, source: int, size_bytes: int) -> None:
-        (error,) = self._driver.cuMemcpyDtoDAsync(destination, source, size_bytes, self.current())
-        self._check("cuMemcpyDtoDAsync", error)
+        self._call("cuMemcpyDtoDAsync", destination, source, size_bytes, self.current())
 
     def wait_count(self, counter: int, count: int) -> None:
         # flags 0: until the difference of the two, as a signed number, is at least 0
-        (error,) = self._driver.cuStreamWaitValue32(self._stream, counter, count, 0)
-        self._check("cuStreamWaitValue32", error)
+        self._call("cuStreamWaitValue32", self._stream, counter, count, 0)
 
     def write(self, address: int, word: int) -> None:
         # flags 0: the write waits for, and is ordered after, all earlier writes of this stream
-        (error,) = self._driver.cuStreamWriteValue32(self._stream, address, word % 2**32, 0)
-        self._check("cuStreamWriteValue32", error)
+        self._call("cuStreamWriteValue32", self._stream, address, word % 2**32, 0)
 
-    def _check(self, call: str, error: object) -> None:
+    def _call(self, name: str, *arguments: Any) -> list[Any]:
+        error, *given = getattr(self._driver, name)(*arguments)
         if error != self._driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"{call} failed: {error}")
+            raise RuntimeError(f"{name} failed: {error}")
+        return given

@@ -24,10 +24,10 @@ typedef struct {
     int patch_count;
     Patch patches[PARAMETERS];
 } Kernel;
-typedef struct { int kind; Value stream, a, b, c; Kernel *kernel; } Operation;
+typedef struct { int kind; Value stream, a, b, c, rows, pitch; Kernel *kernel; } Operation;
 typedef struct {
     PyObject_HEAD
-    int count, room, eager;
+    int count, eager;
     Py_ssize_t table;  // its size in bytes
     uint32_t aligned;  // the registers that must be multiples of 16 bytes
     CUcontext context;  // of the device whose streams it uses
@@ -90,13 +90,13 @@ static CUresult batch(const Operation *first, int count, const uint64_t *registe
 }
 
 static CUresult copy_rows(const Operation *one, const uint64_t *registers, CUstream stream) {
-    size_t pitch = value_of(one[1].b, registers);
+    size_t pitch = value_of(one->pitch, registers);
     CUDA_MEMCPY2D box = {.srcMemoryType = CU_MEMORYTYPE_UNIFIED, .srcPitch = pitch,
                          .srcDevice = value_of(one->b, registers),
                          .dstMemoryType = CU_MEMORYTYPE_UNIFIED, .dstPitch = pitch,
                          .dstDevice = value_of(one->a, registers),
                          .WidthInBytes = value_of(one->c, registers),
-                         .Height = value_of(one[1].a, registers)};
+                         .Height = value_of(one->rows, registers)};
     return p_cuMemcpy2DAsync(&box, stream);
 }
 
@@ -165,7 +165,7 @@ static PyObject *List_run(PyObject *self, PyObject *const *given, Py_ssize_t cou
         const Operation *one = &list->operations[at];
         int words = together(one, list->count - at);
         if ((code = words > 1 ? batch(one, words, registers) : run_one(one, registers))) break;
-        at += words > 1 ? words : one->kind == COPY_ROWS ? 2 : 1;
+        at += words > 1 ? words : 1;
     }
     if (before != list->context) p_cuCtxSetCurrent(before);
     pthread_mutex_unlock(&one_at_a_time);
@@ -180,28 +180,24 @@ static PyObject *List_run(PyObject *self, PyObject *const *given, Py_ssize_t cou
 }
 
 static Operation *more(List *list) {
-    if (list->count == list->room) {
-        int room = list->room ? 2 * list->room : 16;
-        Operation *grown = PyMem_Realloc(list->operations, room * sizeof *grown);
-        if (!grown) return (Operation *)PyErr_NoMemory();
-        list->operations = grown;
-        list->room = room;
-    }
-    Operation *one = &list->operations[list->count++];
-    memset(one, 0, sizeof *one);
-    return one;
+    Operation *grown = PyMem_Realloc(list->operations, (list->count + 1) * sizeof *grown);
+    if (!grown) return (Operation *)PyErr_NoMemory();
+    list->operations = grown;
+    return memset(&grown[list->count++], 0, sizeof *grown);
 }
 
 #define VALUE "(iK)"
 #define INTO(value) &(value).from, &(value).add
 
-// add(operations): tuples of a kind, a stream and three values
+// add(operations): tuples of a kind, a stream and values; those that a kind does not have are 0
 static PyObject *List_add(PyObject *self, PyObject *operations) {
     if (!PyList_Check(operations)) return PyErr_Format(PyExc_TypeError, "a list expected");
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(operations); i++) {
         Operation one = {0};
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(operations, i), "i" VALUE VALUE VALUE VALUE, &one.kind,
-                              INTO(one.stream), INTO(one.a), INTO(one.b), INTO(one.c))) return NULL;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(operations, i),
+                              "i" VALUE VALUE "|" VALUE VALUE VALUE VALUE, &one.kind,
+                              INTO(one.stream), INTO(one.a), INTO(one.b), INTO(one.c),
+                              INTO(one.rows), INTO(one.pitch))) return NULL;
         if (one.kind < 0 || one.kind >= LAUNCH)
             return PyErr_Format(PyExc_ValueError, "operation %d given", one.kind);
         Operation *to = more((List *)self);

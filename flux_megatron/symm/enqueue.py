@@ -31,7 +31,6 @@ def always(value: int) -> Operand:
     return Operand(0, value)
 
 
-NOTHING = always(0)
 STREAM = Operand(1)  # the caller's
 EPOCHS = Operand(2), Operand(3)  # of the call, in each of its channels
 X, W, BIAS, X_SCALE, W_SCALE = (Operand(register) for register in range(4, 9))
@@ -39,10 +38,14 @@ MADE = 9  # the first register of what a call makes
 TABLE = 16  # the first of the table
 
 
-# A driver call but a launch: its kind, its stream, and three numbers. They are the event; the
-# destination, the source and the size of a copy; the address that is written or awaited, and the
-# word. COPY_ROWS stands before one of the same kind that has the number of rows and their pitch.
-Operation = tuple[int, Operand, Operand, Operand, Operand]
+# A driver call but a launch: its kind, its stream, and its numbers. They are the event; what a
+# method of the copy engine takes, which copies; the address that is written or awaited, and the
+# word.
+Operation = tuple["int | Operand", ...]
+_KINDS = {
+    "copy": COPY, "copy_here": COPY, "copy_rows": COPY_ROWS, "write": WRITE, "signal": WRITE,
+    "wait_count": WAIT,
+}  # fmt: skip
 
 
 class Streams(NamedTuple):
@@ -51,24 +54,14 @@ class Streams(NamedTuple):
     own: Operand
     event: Operand
 
-    def operations(
-        self, method: str, a: Operand = NOTHING, b: Operand = NOTHING, c: Operand = NOTHING,
-        *rows: Operand,
-    ) -> list[Operation]:  # fmt: skip
+    def operations(self, method: str, *operands: Operand) -> list[Operation]:
         """What a method of the copy engine enqueues."""
         own, event = self
-        if method == "copy":
-            return [(COPY, own, a, b, c)]
-        if method == "copy_here":
-            return [(COPY, STREAM, a, b, c)]
-        if method == "copy_rows":
-            count, pitch = rows
-            return [(COPY_ROWS, own, a, b, c), (COPY_ROWS, own, count, pitch, NOTHING)]
         if method == "fork":
-            return [(RECORD, STREAM, event, b, c), (FOLLOW, own, event, b, c)]
+            return [(RECORD, STREAM, event), (FOLLOW, own, event)]
         if method == "join":
-            return [(RECORD, own, event, b, c), (FOLLOW, STREAM, event, b, c)]
-        return [(WAIT if method == "wait_count" else WRITE, own, a, b, c)]
+            return [(RECORD, own, event), (FOLLOW, STREAM, event)]
+        return [(_KINDS[method], STREAM if method == "copy_here" else own, *operands)]
 
 
 @cache

@@ -28,18 +28,14 @@ def all_gather(mine: T, group: ProcessGroup) -> list[T]:
     sent = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8).to(device)
     received = [torch.empty_like(sent) for _ in lengths]
     dist.all_gather(received, sent, group=group)
-    return [pickle.loads(_bytes(one)) for one in received]
+    # pickle ends by itself, before what a shorter object is filled up with
+    on_host = [one.cpu() for one in received]
+    return [pickle.loads(ctypes.string_at(one.data_ptr(), one.numel())) for one in on_host]
 
 
 def broadcast(value: T, group: ProcessGroup) -> T:
     """The object of the group's first rank. Collective."""
     return all_gather(value if group.rank() == 0 else None, group)[0]  # type: ignore[return-value]
-
-
-def _bytes(words: torch.Tensor) -> bytes:
-    """Pickle ends by itself, before what a shorter object is filled up with."""
-    on_host = words.cpu()
-    return ctypes.string_at(on_host.data_ptr(), on_host.numel())
 
 
 def _device(group: ProcessGroup) -> torch.device:

@@ -22,12 +22,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from flux_megatron.symm.channel import Channel, Region
+from flux_megatron.symm.buffer import Region
+from flux_megatron.symm.channel import Channel
 from flux_megatron.symm.enqueue import (
     BIAS,
     EPOCHS,
@@ -83,12 +85,9 @@ class Slot:
         """Some rows of a matrix."""
         first, last, _ = rows.indices(self.shape[0])
         columns = self.shape[1]
-        at = self.operand.plus(first * columns * self.dtype.itemsize)
-        return self._at(at, (last - first, columns))
-
-    def _at(self, operand: Operand, shape: tuple[int, ...]) -> Slot:
-        part = Slot(self.program, operand, shape, self.dtype)
-        part.whole = False
+        part = copy(self)
+        part.operand = self.operand.plus(first * columns * self.dtype.itemsize)
+        part.shape, part.whole = (last - first, columns), False
         return part
 
     def new_empty(self, *shape: int, dtype: torch.dtype | None = None) -> Slot:
@@ -107,11 +106,6 @@ class RegionSlot(Slot):
     """Part of this rank's region of a channel, by the channel's number."""
 
     channel = 0
-
-    def _at(self, operand: Operand, shape: tuple[int, ...]) -> RegionSlot:
-        part = RegionSlot(self.program, operand, shape, self.dtype)
-        part.channel = self.channel
-        return part
 
     def of(self, call: Any) -> Tensor:
         region: Region = call.calls[self.channel].region
@@ -187,6 +181,9 @@ Step = Move | Launch | Torch
 # what kernels' functions on the host take
 Memory = TypeVar("Memory", Tensor, Slot)
 Number = int | Operand
+Operands = Tensor | Slot
+# It adds the steps of a call to a program and gives the result's slot, or None.
+Builder = Callable[["CallProgram"], "Slot | None"]
 
 
 class ChannelSlots:
@@ -204,9 +201,9 @@ class ChannelSlots:
         self.epoch = EPOCHS[self.number]
         self.half_words = Operand(self._fixed - 1)  # of 64 bits, in the region
 
-    def region(self, shape: tuple[int, ...], dtype: torch.dtype) -> RegionSlot:
-        """This rank's region from its beginning on."""
-        slot = RegionSlot(self.program, self.peer(self.program.rank), shape, dtype)
+    def region(self, shape: tuple[int, ...], dtype: torch.dtype, first: int = 0) -> RegionSlot:
+        """This rank's region from its byte `first` on."""
+        slot = RegionSlot(self.program, self.peer(self.program.rank, first), shape, dtype)
         slot.channel = self.number
         return slot
 
@@ -231,8 +228,8 @@ class CallProgram:
     """
 
     def __init__(
-        self, space: Workspace, plan: Plan, x: Tensor, w: Tensor | None, bias: Tensor | None,
-        layout: str, turns: bool, scaling: Scaling | None = None,
+        self, space: Workspace, plan: Plan, x: Operands, w: Operands | None,
+        bias: Operands | None, layout: str, turns: bool, scaling: Scaling | None = None,
     ) -> None:  # fmt: skip
         self.space, self.plan, self.layout, self.turns = space, plan, layout, turns
         self.device = x.device
@@ -241,17 +238,42 @@ class CallProgram:
         self.x = Slot(self, X, tuple(x.shape), x.dtype)
         self._w = None if w is None else Slot(self, W, tuple(w.shape), w.dtype)
         self.bias = None if bias is None else Slot(self, BIAS, tuple(bias.shape), bias.dtype)
-        scales: list[Any] = [Slot(self, one, (1,), torch.float32) for one in (X_SCALE, W_SCALE)]
-        self.scaling = scaling and scaling._replace(x=scales[0], w=scales[1])
-        self.channels: list[ChannelSlots] = []
-        self.made: list[tuple[tuple[int, ...], torch.dtype | None]] = []  # None: that of x
+        self.scaling: Any = None
+        if scaling is not None:
+            given = (X_SCALE, scaling.x), (W_SCALE, scaling.w)
+            slots: Any = [Slot(self, at, tuple(one.shape), torch.float32) for at, one in given]
+            self.scaling = scaling._replace(x=slots[0], w=slots[1])
+        self.channels: tuple[ChannelSlots, ...] = ()
+        self.made: tuple[tuple[tuple[int, ...], torch.dtype | None], ...] = ()  # None: that of x
         self.segments: list[list[tuple[str, list[Step]]]] = [[]]
+        self._steps: list[Step]
         self._name("")
-        self.lent: list[Slot | None] = []
-        self.held: list[Slot] = []
+        self.lent: tuple[Slot | None, ...] = ()
+        self.held: tuple[Slot, ...] = ()
         self.y: int | None = None  # the result's place in `made`
         self.lists: Any = None  # of C, when there are any (`overlap.lists`)
         self.attempts, self.unlisted = 0, ""  # to make lists, and why the last one failed
+
+    def built_by(self, build: Builder) -> CallProgram:
+        self._build, slot = build, build(self)
+        self.y = None if slot is None else slot.operand.register - MADE
+        return self
+
+    def listed(self, lists: Any) -> None:
+        """Lists of C take the place of the steps, whose objects every full garbage collection would
+        look at: programs of each M that a run has seen lately.
+        """
+        self.lists, self.segments, self._steps = lists, [], []
+
+    def steps(self, segment: int) -> list[tuple[str, list[Step]]]:
+        """The phases of a segment, made anew if lists took their place."""
+        if not self.segments:
+            again = CallProgram(
+                self.space, self.plan, self.x, self._w, self.bias, self.layout, self.turns,
+                self.scaling,
+            )  # fmt: skip
+            self.segments = again.built_by(self._build).segments
+        return self.segments[segment]
 
     @property
     def w(self) -> Slot:
@@ -265,17 +287,13 @@ class CallProgram:
 
     def channel(self, name: str, size_bytes: int, kind: type[Channel] = Channel) -> ChannelSlots:
         """A channel that a call opens when it begins, with so many bytes in its region."""
-        self.channels.append(ChannelSlots(self, name, size_bytes, kind))
+        self.channels += (ChannelSlots(self, name, size_bytes, kind),)
         return self.channels[-1]
 
     def new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Slot:
         """What a call makes."""
-        self.made.append((shape, None if dtype is self.x.dtype else dtype))
+        self.made += ((shape, None if dtype is self.x.dtype else dtype),)
         return Slot(self, Operand(MADE + len(self.made) - 1), shape, dtype)
-
-    def returns(self, slot: Slot | None) -> None:
-        """The result of a call: one of what it makes."""
-        self.y = None if slot is None else slot.operand.register - MADE
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -285,14 +303,16 @@ class CallProgram:
         self._name("")
 
     def _name(self, phase: str) -> None:
-        self._steps: list[Step] = []
+        self._steps = []
         self.segments[-1].append((phase, self._steps))
-        self.add = self._steps.append
+
+    def add(self, step: Step) -> None:
+        self._steps.append(step)
 
     def turn(self, lent: Slot | None = None) -> None:
         """The caller's turn, to whom this is lent; nothing in a program without turns."""
         if self.turns:
-            self.lent.append(lent)
+            self.lent += (lent,)
             self.segments.append([])
             self._name("")
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron.symm import signals
-from flux_megatron.symm.channel import Call, Channel, Region
+from flux_megatron.symm.buffer import Region
+from flux_megatron.symm.channel import Call, Channel
 from flux_megatron.symm.status import Status
 
 
@@ -39,8 +40,7 @@ class WordChannel(Channel):
         self.arrivals = torch.zeros(2, dtype=torch.int32, device=device)
         self._mine: Tensor | None = None  # the words that this rank awaits
         self._in_graphs = False  # whether a graph holds the addresses of these words
-        self._waiter = f"rank {self._rank} of group {group.group_name}"
-        self._name(self.arrivals, self._waiter, "the gathered rows of this rank".format)
+        self._name(self.arrivals, "the gathered rows of this rank".format)
 
     @property
     def held_by_graph(self) -> bool:
@@ -81,5 +81,5 @@ class WordChannel(Channel):
         self._in_graphs = False
         super().grow(size_bytes)
         mine = self._regions[0].view(self._rank, (self.region_bytes,), torch.uint8)
-        self._name(mine, self._waiter, "words of rank {}".format)
+        self._name(mine, "words of rank {}".format)
         self._mine = mine

@@ -71,7 +71,6 @@ class Workspace:
         self._doorbells = [place.doorbell for place in ranks]
         self.unavailable = why_unavailable(ranks, group) or why_not_shared(group, device)
         self.calls = None if self.unavailable else _call_log(group, device)
-        self._bound: tuple[settings.Settings, int] | None = None  # of waits, under these settings
         self._late = ""  # the wait that ran out of time, with its likely reason
         self._status = status or Status(device)
         self.channels: dict[str, Channel] = {}
@@ -79,10 +78,7 @@ class Workspace:
     @property
     def timeout_ns(self) -> int:
         """The bound of a kernel's waits."""
-        now = settings.get()
-        if self._bound is None or self._bound[0] is not now:
-            self._bound = now, int(timeout_s(self.group) * 1e9)
-        return self._bound[1]
+        return int(timeout_s(self.group) * 1e9)
 
     def begin(self, channel: str, size_bytes: int, kind: type[Channel] = Channel) -> Call:
         """Open the next call of a channel, of this `kind`, with `size_bytes` or more in its region.
@@ -177,9 +173,12 @@ class Workspace:
         self.agreement.failure()
         self.check()
 
+    def _holders(self) -> list[Any]:
+        """Who holds memory, and may be open: the channels, and what strategies keep."""
+        return [*self.channels.values(), *self.kept.values()]
+
     def open_calls(self) -> list[Any]:
-        """The channels, and what strategies keep, in the middle of a call."""
-        return [one for one in (*self.channels.values(), *self.kept.values()) if one.open]
+        return [one for one in self._holders() if one.open]
 
     def guard(self) -> Guard:
         return Guard(self)
@@ -216,8 +215,7 @@ class Workspace:
             return "a CUDA graph is being captured"
         if self.open_calls() and not self.has_failed:
             return "a call is in flight; call it between two calls"
-        held = [*self.channels.values(), *self.kept.values()]
-        if not graphs_dropped and any(one.held_by_graph for one in held):
+        if not graphs_dropped and any(one.held_by_graph for one in self._holders()):
             return (
                 "a captured CUDA graph has its addresses; drop the graphs of our calls and pass "
                 "graphs_dropped=True"
@@ -234,15 +232,10 @@ class Workspace:
 
     def close(self) -> None:
         """Give back all memory. Nothing of a call is enqueued any more."""
-        for channel in self.channels.values():
-            channel.close()
-        for one in self.kept.values():
+        for one in self._holders():
             one.close()
-        self.channels.clear()
-        self.kept.clear()
-        self.agreed.clear()
-        self.checked.clear()
-        self.programs.clear()
+        for known in (self.channels, self.kept, self.agreed, self.checked, self.programs):
+            known.clear()
 
     @property
     def size_bytes(self) -> int:
@@ -306,19 +299,14 @@ def workspace(group: ProcessGroup, device: torch.device) -> Workspace:
         _workspaces[group] = found
         found.remember(_agreed_before.pop(group, {}))
         _give_back([other for other in _workspaces if is_destroyed(other)])
-        _say_bound(group)
+        _log_bound(timeout_s(group), settings.get().timeout_s is not None)
     return found
 
 
 @cache
-def _say(text: str) -> None:
-    _log.info(text)
-
-
-def _say_bound(group: ProcessGroup) -> None:
-    given = settings.get().timeout_s is not None
+def _log_bound(seconds: float, given: bool) -> None:
     why = "FLUX_MEGATRON_TIMEOUT_S" if given else f"{SHARE:g} of the group's timeout"
-    _say(f"flux_megatron: a wait for another rank ends after {timeout_s(group):g} s ({why})")
+    _log.info(f"flux_megatron: a wait for another rank ends after {seconds:g} s ({why})")
 
 
 def workspaces() -> list[Workspace]:

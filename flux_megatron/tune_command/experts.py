@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-import torch.distributed as dist
-from rich.console import Console
-
-from flux_megatron import settings
 from flux_megatron.errors import BadInput
 from flux_megatron.expert_parallel import plans, tune
-from flux_megatron.expert_parallel.plans import ExpertProblem
-from flux_megatron.tune_command.measure import join, table
-from flux_megatron.tuning import plan_cache, tuner
+from flux_megatron.expert_parallel.plans import ExpertEntry, ExpertProblem
+from flux_megatron.tune_command.measure import joined, measure_all
 
 
 def problems(
@@ -47,23 +43,10 @@ def run(wanted: Sequence[ExpertProblem], again: bool) -> None:
     """Measure what has not been measured here, on every rank of a torchrun job. Rank 0 shows tables
     and writes the user's cache. `again` measures what is known too.
     """
-    device = join(wanted[0].device)
-    group = dist.group.WORLD
-    assert group is not None, "joined above"
-    console = Console(quiet=dist.get_rank() != 0)
-    try:
-        for problem in wanted:
-            entry = None if again else plans.kept(problem, device)
-            known = tuner.leaders(group, entry is not None)
-            if not known:
-                entry = tune.measure(problem, group, device)
-            if dist.get_rank() != 0:
-                continue
-            if entry is None:
-                console.print(f"[red]{problem}: no memory, or `sequential` failed: not kept[/red]")
-                continue
-            if not known:
-                plan_cache.keep(entry, settings.get().cache, device)
-            console.print(table(entry, known))
-    finally:
-        dist.destroy_process_group()
+    with joined(wanted[0].device) as (group, device):
+
+        def measure(problem: ExpertProblem, watch: object) -> ExpertEntry | None:
+            return tune.measure(problem, group, device)
+
+        find = partial(plans.kept, device=device)
+        measure_all(wanted, group, device, again, find, measure)

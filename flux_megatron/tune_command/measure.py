@@ -9,24 +9,30 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.status import Status
 from rich.table import Table
 
 from flux_megatron import settings
-from flux_megatron.expert_parallel.plans import ExpertEntry
+from flux_megatron.expert_parallel.plans import ExpertEntry, ExpertProblem
 from flux_megatron.overlap import registry
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.workspace import workspace
 from flux_megatron.tune_command.rank_processes import rendezvous
 from flux_megatron.tuning import environment, plan_cache, tuner
 from flux_megatron.tuning.plan_entry import Entry
+from flux_megatron.tuning.trial import Trial
 
-Advance = Callable[[Problem, "Plan | None", int], None]
+Watch = Callable[[Plan], None]
+P = TypeVar("P", Problem, ExpertProblem)
+E = TypeVar("E", Entry, ExpertEntry)
 
 
 def tune(problems: Sequence[Problem], again: bool, out: Path | None, name: str) -> None:
@@ -35,11 +41,10 @@ def tune(problems: Sequence[Problem], again: bool, out: Path | None, name: str) 
     Rank 0 shows tables, writes the user's cache and, if given, a file in the folder `out`, called
     after `name`. `again` measures what is known too.
     """
-    device = join(problems[0].device)
-    group = dist.group.WORLD
-    assert group is not None, "joined above"
-    try:
-        entries = _tune_all(problems, group, device, again)
+    with joined(problems[0].device) as (group, device):
+        find = plan_cache.opened(Entry, settings.get().cache, device).find
+        measured = partial(_measured, group, device)
+        entries = measure_all(problems, group, device, again, find, measured)
         if dist.get_rank() == 0:
             where = plan_cache.user_folder(settings.get().cache)
             Console().print(f"{len(entries)} plans kept in {where}", soft_wrap=True)
@@ -48,86 +53,68 @@ def tune(problems: Sequence[Problem], again: bool, out: Path | None, name: str) 
             file = out / f"{name}_tp{group.size()}_connections-{connections}.json"
             plan_cache.write_file(file, entries)
             Console().print(f"{len(entries)} entries in {file}", soft_wrap=True)
+
+
+@contextmanager
+def joined(
+    device_type: str, limit: timedelta | None = None
+) -> Iterator[tuple[dist.ProcessGroup, torch.device]]:
+    """The group of all ranks of torchrun's job, and this one's device. `limit` is that of
+    collectives.
+    """
+    device = torch.device("cpu")
+    if device_type == "cpu":
+        dist.init_process_group("gloo", timeout=limit, **rendezvous())
+    else:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=limit, device_id=device, **rendezvous())
+    group = dist.group.WORLD
+    assert group is not None, "initialised above"
+    try:
+        yield group, device
     finally:
         dist.destroy_process_group()
 
 
-def join(device_type: str) -> torch.device:
-    """Become a rank of torchrun's job; the device of this rank."""
-    if device_type == "cpu":
-        dist.init_process_group("gloo", **rendezvous())
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device, **rendezvous())
-    return device
-
-
-def _tune_all(
-    problems: Sequence[Problem], group: dist.ProcessGroup, device: torch.device, again: bool
-) -> list[Entry]:
-    folder = settings.get().cache
-    cache = plan_cache.opened(Entry, folder, device)
-    plans = {problem: _plans(problem, group, device) for problem in problems}
-    entries = []
-    with _display(sum(map(len, plans.values()))) as (console, advance):
-        for problem in problems:
-            known = tuner.leaders(group, not again and cache.find(problem) is not None)
-            entry = cache.find(problem) if known else None
-            if known:
-                advance(problem, None, len(plans[problem]))
-            else:
-                entry = _measured(problem, plans[problem], group, device, advance)
+def measure_all(
+    problems: Sequence[P], group: dist.ProcessGroup, device: torch.device, again: bool,
+    find: Callable[[P], E | None], measure: Callable[[P, Watch], E | None],
+) -> list[E]:  # fmt: skip
+    """The entry of each problem, as found or as measured now. Rank 0 has them; it shows tables and
+    writes the user's cache.
+    """
+    console, entries = Console(quiet=dist.get_rank() != 0), []
+    with console.status("") as status:
+        for number, problem in enumerate(problems, start=1):
+            watch = partial(_show, status, f"{number} of {len(problems)}: {problem}")
+            entry = None if again else find(problem)
+            known = tuner.leaders(group, entry is not None)
+            if not known:
+                entry = measure(problem, watch)
             if dist.get_rank() != 0:
                 continue
             if entry is None:
-                console.print(f"[red]{problem}: `sequential` failed, nothing is kept[/red]")
+                console.print(f"[red]{problem}: no memory, or `sequential` failed: not kept[/red]")
                 continue
             if not known:
-                plan_cache.keep(entry, folder, device)
+                plan_cache.keep(entry, settings.get().cache, device)
             entries.append(entry)
             console.print(table(entry, known))
     return entries
 
 
-def _plans(problem: Problem, group: dist.ProcessGroup, device: torch.device) -> list[Plan]:
-    space = workspace(group, device)
-    names, _ = registry.overlapping(problem, "auto", space.unavailable)
-    return tuner.candidates(problem, names)
+def _show(status: Status, title: str, plan: Plan) -> None:
+    status.update(f"{title}: {label(plan)}")
 
 
 def _measured(
-    problem: Problem, plans: Sequence[Plan], group: dist.ProcessGroup, device: torch.device,
-    advance: Advance,
-) -> Entry | None:  # fmt: skip
-    turns = [0]
-
-    def watch(plan: Plan) -> None:
-        advance(problem, plan, min(turns[0], 1))  # the one before is done
-        turns[0] += 1
-
-    entry = tuner.measure(problem, plans, group, device, watch=watch)
-    advance(problem, None, len(plans) - max(turns[0] - 1, 0))
-    return entry
-
-
-@contextmanager
-def _display(total: int) -> Iterator[tuple[Console, Advance]]:
-    """A progress bar over all plans, on rank 0."""
-    columns = [
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    ]
-    with Progress(*columns, disable=dist.get_rank() != 0) as progress:
-        task = progress.add_task("", total=total)
-
-        def advance(problem: Problem, plan: Plan | None, done: int) -> None:
-            doing = f"{problem}: {label(plan)}" if plan else str(problem)
-            progress.update(task, description=doing, advance=done)
-
-        yield progress.console, advance
+    group: dist.ProcessGroup, device: torch.device, problem: Problem, watch: Watch
+) -> Entry | None:
+    unavailable = workspace(group, device).unavailable
+    names, _ = registry.overlapping(problem, "auto", unavailable)
+    plans = tuner.candidates(problem, names)
+    return tuner.measure(Trial, problem, plans, group, device, watch=watch)
 
 
 def table(entry: Entry | ExpertEntry, known: bool) -> Table:

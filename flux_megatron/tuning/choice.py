@@ -24,6 +24,7 @@ from flux_megatron.symm.workspace import Workspace, capturing
 from flux_megatron.tuning import plan_cache, tuner
 from flux_megatron.tuning.plan_entry import Entry
 from flux_megatron.tuning.plan_table import RANGES, PlanTable, problem_of, racers
+from flux_megatron.tuning.trial import Trial
 
 ROUNDS = 5  # of a race
 
@@ -67,6 +68,8 @@ def choose(problem: Problem, table: PlanTable, space: Workspace) -> tuple[Plan, 
     wanted = settings.get().strategy
     if wanted == "sequential" or problem.world_size == 1:
         return sequential.default_plan(problem), None
+    if wanted == "auto" and (plan := _measured_plan(problem, table, space)):
+        return plan, None
     names, reason = registry.overlapping(problem, wanted, space.unavailable)
     if not names:
         return sequential.default_plan(problem), reason
@@ -76,6 +79,14 @@ def choose(problem: Problem, table: PlanTable, space: Workspace) -> tuple[Plan, 
     if not problem.scaled and (ranges := table.unsettled(problem.M)):
         _race(problem, ranges, table, space)
     return table.plan(problem, names), None
+
+
+def _measured_plan(problem: Problem, table: PlanTable, space: Workspace) -> Plan | None:
+    """That of the table, if it overlaps and can run the problem: no other strategy is asked."""
+    plan = table.measured(problem)
+    if plan is None or plan.strategy == "sequential":
+        return None
+    return None if registry.refusal(problem, plan.strategy, space.unavailable) else plan
 
 
 def _may_race(space: Workspace) -> bool:
@@ -133,7 +144,8 @@ def _measured(problem: Problem, plans: list[Plan], space: Workspace) -> Entry | 
         nonlocal timed
         timed = time.monotonic()
 
-    entry = tuner.measure(problem, plans, space.group, space.device, rounds=ROUNDS, all_ran=all_ran)
+    given = Trial, problem, plans, space.group, space.device
+    entry = tuner.measure(*given, rounds=ROUNDS, all_ran=all_ran)
     _spent_s += time.monotonic() - timed
     if entry is None:
         return None

@@ -33,12 +33,8 @@ class PlanCache(Generic[E]):
 
     def __init__(self, kind: type[E], folders: Iterable[Path], environment: Environment) -> None:
         self.environment = environment
-        self.entries: list[E] = []
-        self.left_out: list[str] = []
-        for folder in folders:
-            entries, left_out = read_folder(kind, folder / slug(environment.gpu) / kind.FOLDER)
-            self.entries += entries
-            self.left_out += left_out
+        here = [folder / slug(environment.gpu) / kind.FOLDER for folder in folders]
+        self.entries, self.left_out = read_folders(kind, *here)
 
     def find(self, problem: object) -> E | None:
         """The entry whose problem and environment are equal in every field."""
@@ -52,33 +48,30 @@ class PlanCache(Generic[E]):
         """Entries of the problem whatever its M, on this GPU and link: those measured in this
         environment, then, unless only they are wanted (`here`), those with other software.
         """
+        gpu, link = self.environment.gpu, self.environment.link
         found = [
             e for e in self.entries
             if replace(e.problem, M=0) == kind
-            and _machine(e.environment) == _machine(self.environment)
+            and (e.environment.gpu, e.environment.link) == (gpu, link)
         ]  # fmt: skip
         found.sort(key=lambda one: not self.is_here(one))
         return [one for one in found if self.is_here(one)] if here else found
 
 
-def opened(kind: type[E], folder: Path, device: torch.device) -> PlanCache[E]:
+@lru_cache(maxsize=8)
+def opened(kind: type[Any], folder: Path, device: torch.device) -> PlanCache[Any]:
     """The entries of the user's cache, in `folder`, and those we ship, for this environment; read
     once.
     """
-    return _opened(kind, folder, device)  # type: ignore[arg-type]
-
-
-@lru_cache(maxsize=8)
-def _opened(kind: type[Any], folder: Path, device: torch.device) -> PlanCache[Any]:
     cache = PlanCache(kind, [user_folder(folder), shipped()], environment.of(device))
     for reason in cache.left_out:
-        warnings.warn(f"flux_megatron: measured plans are left out: {reason}", stacklevel=3)
+        warnings.warn(f"flux_megatron: measured plans are left out: {reason}", stacklevel=2)
     return cache
 
 
 def keep(entry: AnyEntry, folder: Path, device: torch.device) -> None:
     """Use the entry from now on, here and in later runs."""
-    opened(type(entry), folder, device).entries.insert(0, entry)
+    opened(type(entry), folder, device).entries.insert(0, entry)  # type: ignore[arg-type]
     try:
         store(user_folder(folder), entry)
     except OSError as error:
@@ -88,10 +81,6 @@ def keep(entry: AnyEntry, folder: Path, device: torch.device) -> None:
 def user_folder(folder: Path) -> Path:
     """Where in FLUX_MEGATRON_CACHE measured plans are."""
     return folder / "plans"
-
-
-def _machine(environment: Environment) -> tuple[str, str]:
-    return environment.gpu, environment.link
 
 
 def slug(gpu: str) -> str:
@@ -105,11 +94,11 @@ def shipped() -> Path:
     return inside if inside.is_dir() else PACKAGE.parent / "configs" / "tuned"
 
 
-def read_folder(kind: type[E], folder: Path) -> tuple[list[E], list[str]]:
-    """All entries of the folder's JSON files, and what was left out."""
+def read_folders(kind: type[E], *folders: Path) -> tuple[list[E], list[str]]:
+    """All entries of the folders' JSON files, and what was left out."""
     entries: list[E] = []
     left_out: list[str] = []
-    for file in sorted(folder.glob("*.json")):
+    for file in (file for folder in folders for file in sorted(folder.glob("*.json"))):
         found, reasons = read_file(kind, file)
         entries += found
         left_out += [f"{file}{reason}" for reason in reasons]

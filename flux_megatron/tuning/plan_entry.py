@@ -58,12 +58,6 @@ class AnyEntry:
         """The entry as one line of JSON."""
         return json.dumps(dataclasses.asdict(self))
 
-    @classmethod
-    def loads(cls: type[E], text: str) -> E:
-        """`ValueError` says what is not an entry of this version."""
-        entry: E = decode(cls, json.loads(text), "entry")
-        return entry
-
 
 @dataclass(frozen=True)
 class Entry(AnyEntry):

@@ -45,13 +45,18 @@ class PlanTable:
 
     def plan(self, problem: Problem, names: Sequence[str]) -> Plan:
         """Of the strategies `names`, which can run the problem, or `sequential`."""
-        here = [M for M in self.points if range_of(M) == range_of(problem.M)]
-        if here:
-            nearest = min(here, key=lambda M: (abs(math.log(M / problem.M)), M))
-            plan = for_rows(self.points[nearest], nearest, problem)
-            if plan.strategy in (*names, "sequential"):
-                return plan
+        plan = self.measured(problem)
+        if plan and plan.strategy in (*names, "sequential"):
+            return plan
         return ruled(problem, names)
+
+    def measured(self, problem: Problem) -> Plan | None:
+        """That of the nearest point in the range, or None."""
+        here = [M for M in self.points if range_of(M) == range_of(problem.M)]
+        if not here:
+            return None
+        nearest = min(here, key=lambda M: (abs(math.log(M / problem.M)), M))
+        return for_rows(self.points[nearest], nearest, problem)
 
     def unsettled(self, M: int) -> list[int]:
         """The ranges to race at a call of M rows: its own; and once there is a second one, all that
@@ -83,13 +88,18 @@ def ruled(problem: Problem, names: Sequence[str]) -> Plan:
 
     `sequential` below M = 1024 was 7.1 % slower than the fastest plan on average, `hopper` from
     there on 1.6 % (262 entries of configs/tuned: 4 and 2 x H200, 2 x H100).
+
+    With blockwise scales the library multiplies a shard at a time. On two ranks, M = 4096, two such
+    GEMMs take 14 to 28 us more than one, of 66 to 143 us that NCCL takes (2 x H100,
+    h100x2/fp8_blockwise.jsonl); a copy engine needs less time than one of them.
     """
     on_cpu = problem.device == "cpu"
     divided = problem.spec.gathers or (problem.spec.scatters and on_cpu)
     if "low_latency" in names and problem.M <= FEW_ROWS and not divided:
         return _default(problem, "low_latency")
     many = [name for name in names if name != "low_latency"]
-    if many and (problem.M >= 1 << MANY or on_cpu):
+    rows = problem.M_shard if problem.blockwise else problem.M
+    if many and (rows >= 1 << MANY or on_cpu):
         return _default(problem, many[0])
     return sequential.default_plan(problem)
 

@@ -86,10 +86,11 @@ def _slowest(
     """Times in microseconds, and 1 where `load` ended first: [2, rounds, candidates], the largest
     over the ranks.
     """
-    measure = _cuda_rounds if device.type == "cuda" else _cpu_rounds
-    found = measure(calls, group, device, rounds, load)
+    timed = _cuda_turn if device.type == "cuda" else _cpu_turn
+    turns = [timed(call, group, device, load) for _ in range(rounds) for call in calls]
+    found = torch.tensor(turns, dtype=torch.float64, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return found
+    return found.t().reshape(2, rounds, len(calls))
 
 
 def _warm_up(call: Candidate, group: ProcessGroup, device: torch.device, warmup: int) -> str:
@@ -109,52 +110,42 @@ def _warm_up(call: Candidate, group: ProcessGroup, device: torch.device, warmup:
     return "; ".join(f"rank {r}: {answer}" for r, answer in enumerate(answers) if answer)
 
 
-def _cuda_rounds(
-    calls: list[Candidate], group: ProcessGroup, device: torch.device, rounds: int,
-    load: AllReduces | None,
-) -> Tensor:  # fmt: skip
-    """What `_slowest` gives, of this rank."""
+def _cuda_turn(
+    call: Candidate, group: ProcessGroup, device: torch.device, load: AllReduces | None
+) -> tuple[float, bool]:
+    """Microseconds on this rank, and whether `load` ended first."""
     token = torch.zeros(1, device=device)
-    times_us, outlived = [], []
-    for _ in range(rounds):
-        for call in calls:
-            torch.cuda.synchronize(device)  # the all-reduces of the turn before are done
-            time.sleep(GAP_S)
-            torch.cuda._sleep(HIDE_LAUNCH)
-            dist.all_reduce(token, group=group)  # the ranks' devices start together
-            torch.cuda._sleep(AFTER_ALIGNMENT)
-            if load:
-                load.start()
-                torch.cuda._sleep(AFTER_ALIGNMENT)  # until they run on every rank
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            times_us.append(start.elapsed_time(end) * 1e3)
-            outlived.append(load is not None and load.ended())
-            if load:
-                load.wait()
-    return torch.tensor([times_us, outlived], dtype=torch.float64, device=device).view(
-        2, rounds, len(calls)
-    )
+    torch.cuda.synchronize(device)  # the all-reduces of the turn before are done
+    time.sleep(GAP_S)
+    torch.cuda._sleep(HIDE_LAUNCH)
+    dist.all_reduce(token, group=group)  # the ranks' devices start together
+    torch.cuda._sleep(AFTER_ALIGNMENT)
+    if load:
+        load.start()
+        torch.cuda._sleep(AFTER_ALIGNMENT)  # until they run on every rank
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    time_us = start.elapsed_time(end) * 1e3
+    outlived = load is not None and load.ended()
+    if load:
+        load.wait()
+    return time_us, outlived
 
 
-def _cpu_rounds(
-    calls: list[Candidate], group: ProcessGroup, device: torch.device, rounds: int,
-    load: AllReduces | None,
-) -> Tensor:  # fmt: skip
-    """What `_slowest` gives, of this rank."""
-    found = torch.zeros(2, rounds, len(calls), dtype=torch.float64)
-    for number in range(rounds):
-        for place, call in enumerate(calls):
-            dist.barrier(group=group)
-            if load:
-                load.start()
-            start = time.perf_counter()
-            call()
-            found[0, number, place] = (time.perf_counter() - start) * 1e6
-            if load:
-                found[1, number, place] = load.ended()
-                load.wait()
-    return found
+def _cpu_turn(
+    call: Candidate, group: ProcessGroup, device: torch.device, load: AllReduces | None
+) -> tuple[float, bool]:
+    """What `_cuda_turn` gives."""
+    dist.barrier(group=group)
+    if load:
+        load.start()
+    start = time.perf_counter()
+    call()
+    time_us = (time.perf_counter() - start) * 1e6
+    outlived = load is not None and load.ended()
+    if load:
+        load.wait()
+    return time_us, outlived

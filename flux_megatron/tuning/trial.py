@@ -1,8 +1,8 @@
 """A problem on random operands, as the tuner runs it: any plan of it as a call to be timed.
 
 Layout "nt" is an operation of forward. "nn" is one half of a layer's backward, so the whole
-backward is run, as `nn.functions` and `nn.all_reduced` do it: where the communication hides is part
-of what is chosen.
+backward is run, as `nn.linear_passes` does it: where the communication hides is part of what is
+chosen.
 
 | problem | backward of | calls |
 | --- | --- | --- |
@@ -14,7 +14,7 @@ of what is chosen.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.channel import Channel
 from flux_megatron.symm.word_channel import WordChannel
 from flux_megatron.symm.workspace import Workspace
+from flux_megatron.tuning.plan_entry import E, Entry
 from flux_megatron.wgrad import accumulate_wgrad_by_torch
 
 WGRAD_ROWS = 64  # of the weight's gradient that are compared: each sums over all rows of x and dy
@@ -34,23 +35,24 @@ LARGEST_TILE = 256  # rows or columns: some strategies send whole tiles
 TOLERANCE = 0.25  # of the root mean square: a stale tile is off by 1 and more, rounding by 0.05
 
 
-class AnyTrial:
+class AnyTrial(Generic[E]):
     """Operands of one problem on this rank; `begin` it before anything else.
 
     Calls run in a workspace of the trial's own. A plan that fails may leave that unusable: `renew`
     it.
     """
 
+    entry: type[E]  # what becomes of it
     problem: Any
 
     def __init__(self, problem: Any, group: ProcessGroup, device: torch.device) -> None:
-        self.problem, self._group, self._device = problem, group, device
+        self.problem, self.group, self.device = problem, group, device
         self._spaces: list[Workspace] = []  # the one in use, if any
         self._random = torch.Generator(device).manual_seed(1 + group.rank())  # not the caller's
 
     def random(self, *shape: int) -> Tensor:
         dtype = getattr(torch, self.problem.dtype)
-        return torch.randn(shape, dtype=dtype, device=self._device, generator=self._random)
+        return torch.randn(shape, dtype=dtype, device=self.device, generator=self._random)
 
     def begin(self) -> None:
         """Take a workspace, and learn what the plans must give. Collective."""
@@ -63,7 +65,7 @@ class AnyTrial:
         A call that made it grow, while another rank fails before it gets there, would hang.
         """
         self.close()
-        self._space = Workspace(self._group, self._device)
+        self._space = Workspace(self.group, self.device)
         self._spaces.append(self._space)
         if self._space.unavailable is None:
             self.reserve(self._space)
@@ -102,14 +104,15 @@ class AnyTrial:
 
     def check(self) -> None:
         """Raise `SignalTimeout` if a call has missed a rank."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self._space.check()
 
 
-class Trial(AnyTrial):
+class Trial(AnyTrial[Entry]):
     """That of a linear layer."""
 
+    entry = Entry
     problem: Problem
 
     def __init__(self, problem: Problem, group: ProcessGroup, device: torch.device) -> None:

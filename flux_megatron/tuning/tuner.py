@@ -23,9 +23,9 @@ from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm import objects
 from flux_megatron.tuning import environment
 from flux_megatron.tuning.beside import NoRoom
-from flux_megatron.tuning.plan_entry import E, Entry, Failed, Measured
+from flux_megatron.tuning.plan_entry import E, Failed, Measured
 from flux_megatron.tuning.timing import race
-from flux_megatron.tuning.trial import AnyTrial, Trial
+from flux_megatron.tuning.trial import AnyTrial
 
 ROUNDS, RUN_OFF = 12, 4  # of a run-off so many times the rounds
 AGAIN = "sequential again"  # its second turn in every round
@@ -44,45 +44,39 @@ def candidates(problem: Problem, names: Sequence[str]) -> list[Plan]:
 
 
 def measure(
-    problem: Problem, plans: Sequence[Plan], group: ProcessGroup, device: torch.device, *,
-    rounds: int = ROUNDS, watch: Watch = lambda plan: None,
-    all_ran: Callable[[], None] = lambda: None,
-) -> Entry | None:  # fmt: skip
-    """Time the plans in `rounds` rounds; the first is `sequential`. The same entry on every rank.
-
-    None if there is no memory for the operands, or `sequential` itself fails. `watch` is told each
-    plan before its turn; `all_ran`, when each has run once, which compiles and loads kernels. A
-    problem `beside` others is raced beside all-reduces.
-    """
-    return race_plans(
-        Entry, lambda: Trial(problem, group, device), plans, group, device, rounds=rounds,
-        watch=watch, all_ran=all_ran,
-    )  # fmt: skip
-
-
-def race_plans(
-    kind: type[E], make: Callable[[], AnyTrial], plans: Sequence[Plan], group: ProcessGroup,
+    kind: type[AnyTrial[E]], problem: Any, plans: Sequence[Plan], group: ProcessGroup,
     device: torch.device, *, rounds: int = ROUNDS, watch: Watch = lambda plan: None,
     all_ran: Callable[[], None] = lambda: None,
 ) -> E | None:  # fmt: skip
-    """`measure` of any kind of trial."""
-    with suppress(NoRoom):  # on all ranks alike
-        if (trial := _begun(make, group)) is None:
-            return None
-        with closing(trial):  # its symmetric memory is the run's
-            return _raced(kind, trial, plans, group, device, rounds, watch, all_ran)
+    """Time the plans in `rounds` rounds; the first is `sequential`. The same entry on every rank.
+
+    None if there is no memory for the operands of a trial of this `kind`, or `sequential` itself
+    fails. `watch` is told each plan before its turn; `all_ran`, when each has run once, which
+    compiles and loads kernels. A problem `beside` others is raced beside all-reduces.
+    """
+    trial = None
+    with suppress(torch.OutOfMemoryError):
+        trial = kind(problem, group, device)
+    if not all(objects.all_gather(trial is not None, group)) or trial is None:
+        return None
+    # its symmetric memory is the run's; all ranks alike have no room
+    with suppress(NoRoom), closing(trial):
+        trial.begin()
+        return _raced(trial, plans, rounds, watch, all_ran)
     return None
 
 
 def _raced(
-    kind: type[E], trial: AnyTrial, plans: Sequence[Plan], group: ProcessGroup,
-    device: torch.device, rounds: int, watch: Watch, all_ran: Callable[[], None],
+    trial: AnyTrial[E], plans: Sequence[Plan], rounds: int, watch: Watch,
+    all_ran: Callable[[], None],
 ) -> E | None:  # fmt: skip
+    group = trial.group
     running: list[Plan] = []
     failed: list[Failed] = []
     for plan in plans:
         watch(plan)
-        warm = race({"": trial.verified(plan)}, group=group, device=device, rounds=1, warmup=1)
+        call = {"": trial.verified(plan)}
+        warm = race(call, group=group, device=trial.device, rounds=1, warmup=1)
         if warm.failures:
             failed.append(Failed(plan, warm.failures[""]))
             trial.renew()
@@ -92,22 +86,20 @@ def _raced(
             return None
     all_ran()
 
-    times_us = _final(trial, running, failed, group, device, rounds)
+    times_us = _final(trial, running, failed, rounds)
     if not times_us:
         return None
     settled = settle(times_us, plans[0])
     fastest, won = leaders(group, (_fastest(times_us), settled[0]))
     if fastest != won:
-        again = _final(trial, [plans[0], fastest], failed, group, device, RUN_OFF * rounds)
+        again = _final(trial, [plans[0], fastest], failed, RUN_OFF * rounds)
         settled = settle(again, plans[0]) if again else settled
-    entry = _entry(kind, trial.problem, device, plans, failed, times_us, rounds, settled)
-    return kind.loads(leaders(group, entry.dumps()))
+    return leaders(group, _entry(trial, plans, failed, times_us, rounds, settled))
 
 
 def _final(
-    trial: AnyTrial, plans: Sequence[Plan], failed: list[Failed], group: ProcessGroup,
-    device: torch.device, rounds: int,
-) -> dict[str, list[float]]:  # fmt: skip
+    trial: AnyTrial[E], plans: Sequence[Plan], failed: list[Failed], rounds: int
+) -> dict[str, list[float]]:
     """Times of the plans, by their text, and of `AGAIN`; nothing if `sequential` fails.
 
     Where another plan fails all others run anew, without it and without what it left behind.
@@ -115,8 +107,8 @@ def _final(
     calls = {plan.dumps(): trial.call(plan) for plan in plans}
     calls[AGAIN] = trial.call(plans[0])
     result = race(
-        calls, group=group, device=device, rounds=rounds, beside=trial.problem.beside
-    )  # fmt: skip
+        calls, group=trial.group, device=trial.device, rounds=rounds, beside=trial.problem.beside
+    )
     if not result.failures:
         return result.times_us
     if {AGAIN, plans[0].dumps()} & result.failures.keys():
@@ -124,7 +116,7 @@ def _final(
     failed += [Failed(Plan.loads(text), why) for text, why in result.failures.items()]
     trial.renew()
     running = [plan for plan in plans if plan.dumps() not in result.failures]
-    return _final(trial, running, failed, group, device, rounds)
+    return _final(trial, running, failed, rounds)
 
 
 def settle(times_us: Mapping[str, Sequence[float]], plain: Plan) -> tuple[Plan, float]:
@@ -162,26 +154,14 @@ def _nearly_always(
     return ways / 3**rounds <= CHANCE
 
 
-def _begun(make: Callable[[], AnyTrial], group: ProcessGroup) -> AnyTrial | None:
-    """The operands and what they must give; None on all ranks if one has no room for them."""
-    trial = None
-    with suppress(torch.OutOfMemoryError):
-        trial = make()
-    if not all(objects.all_gather(trial is not None, group)) or trial is None:
-        return None
-    trial.begin()
-    return trial
-
-
 def leaders(group: ProcessGroup, value: Any) -> Any:
     """The leader's value, on all ranks."""
     return objects.broadcast(value, group)
 
 
 def _entry(
-    kind: type[E], problem: object, device: torch.device, plans: Sequence[Plan],
-    failed: Sequence[Failed], times_us: Mapping[str, Sequence[float]], rounds: int,
-    settled: tuple[Plan, float],
+    trial: AnyTrial[E], plans: Sequence[Plan], failed: Sequence[Failed],
+    times_us: Mapping[str, Sequence[float]], rounds: int, settled: tuple[Plan, float],
 ) -> E:  # fmt: skip
     winner, noise_us = settled
     lost = [one.plan for one in failed]
@@ -190,9 +170,9 @@ def _entry(
         for plan in plans
         if plan.dumps() in times_us and plan not in lost
     ]
-    return kind(
-        problem=problem,
-        environment=environment.of(device),
+    return trial.entry(
+        problem=trial.problem,
+        environment=environment.of(trial.device),
         plan=winner,
         measured=tuple(sorted(measured, key=lambda one: one.median_us)),
         failed=tuple(failed),

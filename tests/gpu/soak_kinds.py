@@ -15,10 +15,11 @@ from closeness import assert_sums_exact
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron import ops, reference
+from flux_megatron import ops
 from flux_megatron.dispatch import decide
 from flux_megatron.kernels import hopper_config
 from flux_megatron.kernels.split_k import K_TILES_MIN
+from flux_megatron.lab import reference
 from flux_megatron.overlap import hopper
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
@@ -17,21 +16,19 @@ START, END = "<!-- features -->\n", "\n<!-- end of features -->"
 
 
 def table() -> str:
-    return "\n".join(
-        ("| feature | TP x PP x DP | dtype | calls |", "| --- | --- | --- | --- |", *_rows())
-    )
-
-
-def _rows() -> Iterator[str]:
+    """A line for each kind of run, so that a reader finds a feature and not its repetitions."""
+    kinds: dict[str, list[str]] = {}
     for name, feature in FEATURES.items():
-        yield _row(name, feature, feature.runs)
+        kinds.setdefault(f"{_ranks(feature)} | {feature.runs}", []).append(name)
     for name, (feature, error, message) in REFUSED.items():
-        yield _row(name, feature, f"refused, {error.__name__}: {message}")
+        kinds[f"{_ranks(feature)} | refused, {error.__name__}: {message}"] = [name]
+    lines = [f"| {kind} | {'; '.join(names)} |" for kind, names in kinds.items()]
+    return "\n".join(("| TP x PP x DP, dtype | calls | features |", "| --- | --- | --- |", *lines))
 
 
-def _row(name: str, feature: Feature, calls: str) -> str:
-    ranks = f"{feature.tp} x {feature.pp} x {feature.dp}"
-    return f"| {name} | {ranks} | {str(feature.dtype).removeprefix('torch.')} | {calls} |"
+def _ranks(feature: Feature) -> str:
+    dtype = str(feature.dtype).removeprefix("torch.")
+    return f"{feature.tp} x {feature.pp} x {feature.dp}, {dtype}"
 
 
 def main() -> None:

@@ -15,6 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from te_blocks import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
+    Float8BlockwiseQTensorStorage,
+    gather_blocks,
+)
 from torch import Tensor
 
 
@@ -34,16 +40,19 @@ _TORCH = {DType.kFloat8E4M3: torch.float8_e4m3fn, DType.kFloat8E5M2: torch.float
 
 
 class Recipe:
-    """`several`: scales of a tensor, as blockwise ones."""
+    """`kind`: "current", "block", or of several scales otherwise, as "mxfp8"."""
 
-    def __init__(self, several: bool = False) -> None:
-        self._several = several
+    def __init__(self, kind: str = "current") -> None:
+        self._kind = kind
 
     def delayed(self) -> bool:
         return False
 
     def float8_current_scaling(self) -> bool:
-        return not self._several
+        return self._kind == "current"
+
+    def float8_block_scaling(self) -> bool:
+        return self._kind == "block"
 
 
 class FP8GlobalStateManager:
@@ -116,20 +125,50 @@ def fp8_transpose(data: Tensor, dtype: DType, out: Tensor | None = None) -> Tens
     return data.flatten(0, -2).t().contiguous()
 
 
-def quantized(tensor: Tensor, dtype: DType, group: Any = None) -> Any:
-    if isinstance(tensor, Float8TensorStorage):
-        return tensor
-    largest = tensor.abs().amax()
-    if group is not None:  # ranks whose rows are gathered have one scale
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    scale = torch.tensor([2.0 ** math.ceil(math.log2(largest.item() / 256))])
-    return Float8TensorStorage((tensor / scale).to(_TORCH[dtype]).view(torch.uint8), scale, dtype)
+class Float8Quantizer:
+    """One scale a tensor; of `group`, one of all ranks, whose rows are gathered."""
+
+    def __init__(self, dtype: DType, group: Any) -> None:
+        self._dtype, self._group = dtype, group
+
+    def set_usage(self, **usage: bool) -> None: ...
+
+    def __call__(self, tensor: Tensor) -> Float8TensorStorage:
+        largest = tensor.abs().amax()
+        if self._group is not None:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+        scale = torch.tensor([2.0 ** math.ceil(math.log2(largest.item() / 256))])
+        data = (tensor / scale).to(_TORCH[self._dtype]).view(torch.uint8)
+        return Float8TensorStorage(data, scale, self._dtype)
+
+
+def quantizer_of(dtype: DType, group: Any = None, weight: bool = False) -> Any:
+    if FP8GlobalStateManager.recipe.float8_block_scaling():
+        return Float8BlockQuantizer(dtype, _TORCH[dtype], 2 if weight else 1)
+    return Float8Quantizer(dtype, group)
+
+
+def quantized(tensor: Tensor, dtype: DType) -> Float8TensorStorage:
+    return Float8Quantizer(dtype, None)(tensor)
+
+
+def parameter_of(w: Tensor) -> Any:
+    """A weight that is FP8, by the recipe."""
+    stored = quantizer_of(DType.kFloat8E4M3, weight=True)(w)
+    if isinstance(stored, Float8BlockwiseQTensorStorage):
+        return Float8BlockwiseQTensor(stored)
+    made = Float8Tensor(stored._data, stored._scale_inv, stored._fp8_dtype)
+    made.moved(torch.zeros(2**14, dtype=torch.uint8)[64:])
+    return made
 
 
 def assert_dim_for_fp8_exec(*tensors: Any) -> None:
     for one in tensors:
         fits = math.prod(one.shape[:-1]) % 8 == 0 == one.shape[-1] % 16
         assert fits, f"dims={list(one.shape)}"
+
+
+_QUANTIZED = (Float8TensorStorage, Float8BlockwiseQTensorStorage)
 
 
 def general_gemm(
@@ -140,7 +179,7 @@ def general_gemm(
 ) -> Any:  # fmt: skip
     assert ub is None, "userbuffers are not there"
     a, b = (
-        one.values(transposed) if isinstance(one, Float8TensorStorage) else one.float()
+        one.values(transposed) if isinstance(one, _QUANTIZED) else one.float()
         for one, transposed in ((A, layout[0] == "N"), (B, layout[1] == "T"))
     )
     b = b.flatten(0, -2).t() if layout[1] == "T" else b
@@ -154,27 +193,52 @@ def get_ub(name: str, use_fp8: bool) -> Any:
     return base._ub_communicators[key]
 
 
-def filled(comm: Any, local: Any, group: Any) -> Any:
+def fill_userbuffers_buffer_for_all_gather(
+    comm: Any, local: Any, quantizer: Any, group: Any
+) -> tuple[Any, Any]:
     """The whole of a shard that is put in the communicator's buffer."""
+    if isinstance(quantizer, Float8BlockQuantizer):
+        raise ValueError(f"Unsupported quantizer for Userbuffers ({quantizer})")
     size = local.size()
     shape = [size[0] * group.size(), *size[1:]]
     if isinstance(local, Float8TensorStorage):
         assert comm.is_fp8_ubuf()
         comm.copy_into_buffer(local._data, local_chunk=True)
         whole = comm.get_buffer(shape=shape)
-        return Float8TensorStorage(whole, local._scale_inv, local._fp8_dtype)
+        return Float8TensorStorage(whole, local._scale_inv, local._fp8_dtype), local
     assert not comm.is_fp8_ubuf()
     comm.copy_into_buffer(local, local_chunk=True)
-    return comm.get_buffer(shape=shape)
+    return comm.get_buffer(shape=shape), local
 
 
-def gathered(local: Any, group: Any) -> Any:
+class TransformerEngineBaseModule(torch.nn.Module):
+    @staticmethod
+    def grad_output_preprocess(ctx: Any, dy: Tensor, row: bool, quantizer: Any) -> tuple[Any, Any]:
+        if quantizer is not None and not (row and not ctx.ub_overlap_ag):
+            dy = quantizer(dy)
+        if row and ctx.ub_overlap_ag:
+            fill = base.fill_userbuffers_buffer_for_all_gather
+            return fill(ctx.ub_obj_gradout, dy, quantizer, ctx.layer.group)[0], None
+        if row:
+            dy, _ = gather_along_first_dim(dy, ctx.layer.group, quantizer=quantizer)
+        return dy, None
+
+
+def gather_along_first_dim(
+    local: Any, group: Any, async_op: bool = False, quantizer: Any = None
+) -> tuple[Any, Any]:
+    """The whole, and None: it is there."""
+    if quantizer is not None and isinstance(local, Tensor):
+        local = quantizer(local)
+    if isinstance(local, Float8BlockwiseQTensorStorage):
+        assert quantizer.is_quantizable(local), "All-gather requires quantizable tensor"
+        return gather_blocks(local, group, quantizer), None
     data = local._data if isinstance(local, Float8TensorStorage) else local
     whole = data.new_empty(group.size() * data.shape[0], *data.shape[1:])
     dist.all_gather_into_tensor(whole, data.contiguous(), group=group)
     if whole.dtype is not torch.uint8:
-        return whole
-    return Float8TensorStorage(whole, local._scale_inv, local._fp8_dtype)
+        return whole, None
+    return Float8TensorStorage(whole, local._scale_inv, local._fp8_dtype), None
 
 
 class _Linear(torch.autograd.Function):
@@ -183,16 +247,21 @@ class _Linear(torch.autograd.Function):
         column, fp8 = layer.parallel_mode == "column", FP8GlobalStateManager.enabled
         gathers, scatters = layer.ub_overlap_ag_fprop, layer.ub_overlap_rs_fprop
         ub = get_ub(layer.ub_name + "_fprop", fp8) if gathers or scatters else None
-        shard, weight = x, w
+        shard, weight, quantizer = x, w, None
         if fp8:
+            quantizer = quantizer_of(DType.kFloat8E4M3, layer.group if column else None)
             linear.assert_dim_for_fp8_exec(x, w)
-            shard = quantized(x, DType.kFloat8E4M3, layer.group if column else None)
-            weight = quantized(w, DType.kFloat8E4M3)
+            shard = quantizer(x)
+            if not isinstance(w, _QUANTIZED):
+                weight = quantizer_of(DType.kFloat8E4M3, weight=True)(w)
+            if column:
+                quantizer.set_usage(rowwise=True, columnwise=False)
         total = shard
         if gathers:
-            total = filled(ub, shard, layer.group)
+            fill = linear.fill_userbuffers_buffer_for_all_gather
+            total, _ = fill(ub, shard, quantizer, layer.group)
         elif column:
-            total = gathered(shard, layer.group)
+            total, _ = gather_along_first_dim(shard, layer.group, quantizer=quantizer)
         options: dict[str, Any] = {"out_dtype": x.dtype, "bias": bias}
         if ub is not None:
             options |= {"ub": ub, "ub_type": CommOverlapType.AG if gathers else CommOverlapType.RS}
@@ -207,7 +276,7 @@ class _Linear(torch.autograd.Function):
         ctx.ub_overlap_ag, ctx.ub_overlap_rs_dgrad = (
             layer.ub_overlap_ag_dgrad, layer.ub_overlap_rs_dgrad,
         )  # fmt: skip
-        ctx.saved = shard, weight
+        ctx.saved, ctx.requires_wgrad, ctx.input_quantizer = (shard, weight), True, quantizer
         return y.view(-1, *x.shape[1:-1], w.shape[0])
 
     @staticmethod
@@ -216,14 +285,15 @@ class _Linear(torch.autograd.Function):
         column, dtype = layer.parallel_mode == "column", dy.dtype
         dy = dy.reshape(-1, dy.shape[-1]).contiguous()
         asked = ctx.ub_overlap_ag or ctx.ub_overlap_rs_dgrad
-        ub = get_ub(layer.ub_name + "_dgrad", ctx.fp8) if asked else None
-        total = dy
+        ub = ctx.ub_obj_gradout = get_ub(layer.ub_name + "_dgrad", ctx.fp8) if asked else None
+        quantizer = None
         if ctx.fp8:
-            total = quantized(dy, DType.kFloat8E5M2, None if column else layer.group)
-        if ctx.ub_overlap_ag:
-            total = filled(ub, total, layer.group)
-        elif not column:
-            total = gathered(total, layer.group)
+            quantizer = quantizer_of(DType.kFloat8E5M2, None if column else layer.group)
+            if ctx.ub_overlap_ag:
+                quantizer.set_usage(columnwise=False)
+        total, _ = base.TransformerEngineBaseModule.grad_output_preprocess(
+            ctx, dy, not column, quantizer
+        )
         if ctx.fp8:
             weight.update_usage(columnwise_usage=True)
         options: dict[str, Any] = {"out_dtype": dtype, "layout": "NN", "grad": True}
@@ -237,7 +307,11 @@ class _Linear(torch.autograd.Function):
             dx = extra
         elif column:
             dx = scatter(dx, layer.group)
-        x = gathered(shard, layer.group) if column else shard
+        x = shard
+        if column:
+            if ctx.fp8:
+                ctx.input_quantizer.set_usage(rowwise=False, columnwise=True)
+            x, _ = gather_along_first_dim(shard, layer.group, quantizer=ctx.input_quantizer)
         for one in (x, total) if ctx.fp8 else ():
             one.update_usage(columnwise_usage=True)
         wgrad = functools.partial(
@@ -294,6 +368,7 @@ def install() -> None:
         return
     for name in ("transformer_engine", "transformer_engine.pytorch", _PACKAGE):
         _module(name, __path__=[])
+    _module("transformer_engine.pytorch.distributed", gather_along_first_dim=gather_along_first_dim)
     _module(
         "transformer_engine_torch", CommOverlapType=CommOverlapType, DType=DType,
         fp8_transpose=fp8_transpose,
@@ -301,7 +376,10 @@ def install() -> None:
     base = _module(
         f"{_PACKAGE}.base", UserBufferQuantizationMode=UserBufferQuantizationMode,
         Float8TensorStorage=Float8TensorStorage, FP8GlobalStateManager=FP8GlobalStateManager,
-        _ub_communicators=None, initialize_ub=None,
+        _ub_communicators=None, initialize_ub=None, Float8BlockQuantizer=Float8BlockQuantizer,
+        Float8BlockwiseQTensorStorage=Float8BlockwiseQTensorStorage,
+        fill_userbuffers_buffer_for_all_gather=fill_userbuffers_buffer_for_all_gather,
+        TransformerEngineBaseModule=TransformerEngineBaseModule,
     )  # fmt: skip
     linear = _module(
         f"{_PACKAGE}.linear", general_gemm=general_gemm, Linear=Linear,

@@ -36,9 +36,9 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from packaging.version import Version
 from torch.nn import Parameter
 
-from flux_megatron import reference
 from flux_megatron.integration import install
 from flux_megatron.integration.flags import add_flux_arguments
+from flux_megatron.lab import reference
 
 # main imports it later, and TransformerEngine itself with it if that is said to be there
 with contextlib.suppress(ImportError):

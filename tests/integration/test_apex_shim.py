@@ -12,7 +12,7 @@ import torch
 from megatron.core.tensor_parallel import layers as stock
 from side_by_side import Case
 
-from flux_megatron import reference, wgrad
+from flux_megatron import wgrad
 from flux_megatron.integration import apex_shim
 from flux_megatron.integration.apex_shim import (
     NAME,
@@ -20,6 +20,7 @@ from flux_megatron.integration.apex_shim import (
     provide_wgrad_kernels,
     withdraw_wgrad_kernels,
 )
+from flux_megatron.lab import reference
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec(NAME) is not None, reason="apex itself is installed"

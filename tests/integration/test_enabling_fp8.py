@@ -142,7 +142,8 @@ def test_chosen_layers_alone_overlap(rank):
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"fp8_recipe": "blockwise"}, "--fp8-recipe blockwise: one of delayed, tensorwise"),
+        ({"fp8_recipe": "mxfp8"}, "--fp8-recipe mxfp8: one of delayed, tensorwise, blockwise"),
+        ({"fp8_recipe": "blockwise"}, "no GPU has run .*; --flux-allow fp8-recipe goes on"),
         ({"sp": False}, "without --sequence-parallel TransformerEngine overlaps nothing"),
         ({"tp_comm_overlap": True}, "tp_comm_overlap is True: "),
     ],
@@ -156,6 +157,14 @@ def test_what_te_cannot_overlap_is_refused_by_name(rank, way, changed, why):
         flux_megatron.enable()
     with pytest.raises(ValueError, match=why):
         Model(config(**changed)) if way == "enable" else flux_megatron.replace(stock)
+    flux_megatron.disable()
+
+
+@sbs.on_tp_ranks(2)
+def test_what_no_gpu_has_run_goes_on_where_it_is_allowed(rank):
+    pretend()
+    flux_megatron.enable(allow=["fp8-recipe"])
+    Model(config(fp8_recipe="blockwise"))
     flux_megatron.disable()
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers as stock
 
-from flux_megatron import reference, wgrad
+from flux_megatron import wgrad
 from flux_megatron.integration import main_grad as subject
 from flux_megatron.integration.main_grad import into_main_grad, wgrad_into_main_grad
+from flux_megatron.lab import reference
 from flux_megatron.wgrad import accumulate_wgrad
 
 M, N, K = 12, 6, 5

@@ -19,11 +19,26 @@ from flux_megatron.integration import arm, install, requirements
 from flux_megatron.integration.requirements import FP8_RECIPES
 
 SIZES = {"column": (64, 48), "row": (48, 32)}  # N and K of a rank
+BLOCKS = {"column": (256, 128), "row": (128, 384)}  # the same where 128 elements have a scale
 BOTH = {"ag_gemm": 2, "gemm_rs": 2}
+OVERLAPS = {"current": "fused", "none": "fused", "block": "pipelined"}
 
 
 def integers(made: torch.Generator, *shape: int) -> Tensor:
-    return torch.randint(-4, 5, shape, generator=made).float()
+    """Of another scale in each row and 128 of K, where they have scales of their own."""
+    drawn = torch.randint(-4, 5, shape, generator=made).float()
+    if not _blocks() or shape[-1] % 128:
+        return drawn
+    powers = torch.randint(0, 4, (*shape[:-1], shape[-1] // 128), generator=made)
+    return drawn * powers.exp2().repeat_interleave(128, -1)
+
+
+def _blocks() -> bool:
+    return te_modules.FP8GlobalStateManager.recipe.float8_block_scaling()
+
+
+def sizes(mode: str) -> tuple[int, int]:
+    return BLOCKS[mode] if _blocks() else SIZES[mode]
 
 
 def pretend() -> None:
@@ -41,7 +56,7 @@ def overlapped(layers: tuple[str, ...] | None = None) -> Any:
 
 def layer(rank: int, mode: str, overlap: bool, bias: bool = False) -> Any:
     made = torch.Generator().manual_seed(7 + rank)
-    N, K = SIZES[mode]
+    N, K = sizes(mode)
     name = "fc1" if mode == "column" else "fc2"
     added = integers(made, N) if bias else None
     w = integers(made, N, K)
@@ -51,7 +66,8 @@ def layer(rank: int, mode: str, overlap: bool, bias: bool = False) -> Any:
 def stepped(rank: int, layer: Any, mode: str) -> list[Tensor]:
     """y, dx, dw of [s, b, K] rows, of another scale on each rank."""
     made = torch.Generator().manual_seed(3 + rank)
-    x = integers(made, 8 if mode == "column" else 16, 2, SIZES[mode][1]) * 2**rank
+    length = (8 if mode == "column" else 16) * (8 if _blocks() else 1)
+    x = integers(made, length, 2, sizes(mode)[1]) * 2**rank
     x.requires_grad_()
     y = layer(x)
     y.backward(integers(made, *y.shape))
@@ -61,9 +77,10 @@ def stepped(rank: int, layer: Any, mode: str) -> list[Tensor]:
     return [y.detach(), x.grad, layer.weight.grad]
 
 
-def both(rank: int, fp8: bool, delayed: bool) -> dict[str, int]:
+def both(rank: int, recipe: str, delayed: bool) -> dict[str, int]:
     overlapped()
-    te_modules.FP8GlobalStateManager.enabled = fp8
+    te_modules.FP8GlobalStateManager.enabled = recipe != "none"
+    te_modules.FP8GlobalStateManager.recipe = te_modules.Recipe(recipe)
     te_modules.Linear.delay_wgrad_compute = delayed
     for mode in SIZES:
         ours = stepped(rank, layer(rank, mode, True, bias=mode == "column"), mode)
@@ -79,10 +96,13 @@ def _totals() -> dict[str, int]:
 
 
 @pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
-@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "16 bits"])
-def test_layers_follow_those_without_overlap(fp8, delayed):
+@pytest.mark.parametrize(
+    "recipe", ["current", "none", "block"], ids=["fp8", "16 bits", "blockwise"]
+)
+def test_layers_follow_those_without_overlap(recipe, delayed):
     calls = {name: count + delayed for name, count in BOTH.items()}
-    assert run_ranks(both, 2, fp8, delayed, environment=FUSED) == [calls, calls]
+    named = {"FLUX_MEGATRON_STRATEGY": OVERLAPS[recipe]}
+    assert run_ranks(both, 2, recipe, delayed, environment=named) == [calls, calls]
 
 
 FP8_LAYERS = (1, 2)  # of four
@@ -118,35 +138,36 @@ def test_layers_of_16_bits_and_fp8_stand_side_by_side_with_rows_that_change():
     assert run_ranks(mixed_rows, 2, environment=FUSED) == [{"ag_gemm": 16, "gemm_rs": 16}] * 2
 
 
-def odd_rows(rank: int) -> None:
+def odd_rows(rank: int, recipe: str) -> None:
     overlapped()
-    stepped_rows = integers(torch.Generator().manual_seed(rank), 12, 1, SIZES["column"][1])
+    te_modules.FP8GlobalStateManager.recipe = te_modules.Recipe(recipe)
+    stepped_rows = integers(torch.Generator().manual_seed(rank), 12, 1, sizes("column")[1])
     layer(rank, "column", True)(stepped_rows)
 
 
-def test_rows_that_fp8_does_not_take_are_refused_with_the_number_that_would_do():
+@pytest.mark.parametrize(("recipe", "multiple"), [("current", 16), ("block", 128)])
+def test_rows_that_fp8_does_not_take_are_refused_with_the_number_that_would_do(recipe, multiple):
     with pytest.raises(RankFailure) as refused:
-        run_ranks(odd_rows, 2, environment=FUSED)
-    assert str(refused.value).count("12 rows of FP8 on a rank given, a multiple of 16") == 2
-    assert "to 16 rows on each tensor-parallel rank" in str(refused.value)
+        run_ranks(odd_rows, 2, recipe, environment=FUSED)
+    said = f"12 rows of FP8 on a rank given, a multiple of {multiple} expected"
+    assert str(refused.value).count(said) == 2
+    assert f"to {multiple} rows on each tensor-parallel rank" in str(refused.value)
 
 
 def of_parameters(rank: int, mode: str, overlap: bool, reads_rows: bool) -> list[Tensor]:
     """Two steps of a layer whose weight is FP8 in a buffer, changed in between."""
     te_modules.FP8GlobalStateManager.reads_rows = reads_rows
     made = layer(rank, mode, overlap)
-    w = te_modules.quantized(made.weight.data, te_modules.DType.kFloat8E4M3)
-    weight = te_modules.Float8Tensor(w._data, w._scale_inv, w._fp8_dtype)
-    made.weight = torch.nn.Parameter(weight)
-    made.weight.moved(torch.zeros(2**14, dtype=torch.uint8)[64:])
+    made.weight = torch.nn.Parameter(te_modules.parameter_of(made.weight.data))
     found = stepped(rank, made, mode)
     made.weight.grad = None
     made.weight.change(integers(torch.Generator().manual_seed(rank), *made.weight.shape) * 8)
     return found + stepped(rank, made, mode)
 
 
-def weights_of_fp8(rank: int, reads_rows: bool) -> list[int]:
+def weights_of_fp8(rank: int, reads_rows: bool, recipe: str = "current") -> list[int]:
     overlapped()
+    te_modules.FP8GlobalStateManager.recipe = te_modules.Recipe(recipe)
     for mode in SIZES:
         ours, plain = (of_parameters(rank, mode, overlap, reads_rows) for overlap in (True, False))
         for one, other in zip(ours, plain, strict=True):
@@ -155,9 +176,11 @@ def weights_of_fp8(rank: int, reads_rows: bool) -> list[int]:
     return [sum(_totals().values()), *report.fallbacks.values(), *report.copies.values()]
 
 
-def test_weights_that_are_fp8_parameters():
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_weights_that_are_fp8_parameters(recipe):
     """`--fp8-param-gather`: the optimizer moves the bytes and changes them in place."""
-    assert run_ranks(weights_of_fp8, 2, False, environment=FUSED) == [[8]] * 2
+    named = {"FLUX_MEGATRON_STRATEGY": OVERLAPS[recipe]}
+    assert run_ranks(weights_of_fp8, 2, False, recipe, environment=named) == [[8]] * 2
 
 
 def test_a_weight_that_te_does_not_transpose_has_no_overlap_in_backward():
@@ -172,7 +195,7 @@ def not_ours(rank: int) -> dict[str, int]:
     stepped(rank, row, "row")
     with arm.use(stock=True):
         stepped(rank, column, "column")
-    te_modules.FP8GlobalStateManager.recipe = te_modules.Recipe(several=True)
+    te_modules.FP8GlobalStateManager.recipe = te_modules.Recipe("mxfp8")
     stepped(rank, column, "column")
     return _totals()
 
@@ -181,8 +204,9 @@ def test_other_layers_arms_and_recipes_stay_tes():
     assert run_ranks(not_ours, 2, environment=FUSED) == [{"ag_gemm": 0, "gemm_rs": 0}] * 2
 
 
-def serial(rank: int) -> list[str]:
+def serial(rank: int, recipe: str) -> list[str]:
     te_overlap = overlapped()
+    te_modules.FP8GlobalStateManager.recipe = te_modules.Recipe(recipe)
     reason = mock.patch.object(te_overlap, "_unsupported", return_value="nothing is supported")
     with reason, pytest.warns(UserWarning, match="nothing is supported"):
         both_arms = [
@@ -195,9 +219,27 @@ def serial(rank: int) -> list[str]:
     return [reason for _, reason in flux_megatron.report().fallbacks]
 
 
-def test_what_we_do_not_compute_runs_without_overlap_and_is_counted():
-    for reasons in run_ranks(serial, 2, environment=FUSED):
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_what_we_do_not_compute_runs_without_overlap_and_is_counted(recipe):
+    for reasons in run_ranks(serial, 2, recipe, environment=FUSED):
         assert reasons == ["nothing is supported"] * 2
+
+
+def without_blocks(rank: int) -> list[str]:
+    te_overlap = overlapped()
+    te_modules.FP8GlobalStateManager.recipe = te_modules.Recipe("block")
+    refused = mock.patch.object(te_overlap.ops, "blocks_refused", return_value="no such GEMM")
+    with refused as asked, pytest.warns(UserWarning, match="no such GEMM"):
+        ours = stepped(rank, layer(rank, "column", True), "column")
+    assert [call.args[1:] for call in asked.call_args_list] == [(128, 128), (128, 256)]
+    for one, other in zip(ours, stepped(rank, layer(rank, "column", False), "column"), strict=True):
+        assert_exact(one, other)
+    return [reason for _, reason in flux_megatron.report().fallbacks]
+
+
+def test_a_library_without_blockwise_scales_leaves_tes_own():
+    """It is asked for a GEMM of the rows of a shard, forward and of dx."""
+    assert run_ranks(without_blocks, 2) == [["no such GEMM"] * 2] * 2
 
 
 def strict(rank: int) -> None:
@@ -224,6 +266,7 @@ def test_megatron_builds_layers_as_for_userbuffers_without_bulk_overlap():
     [
         ({}, []),
         ({"fp8_recipe": "delayed"}, []),
+        ({"fp8_recipe": "blockwise"}, ["--fp8-recipe blockwise: no GPU has run our calls with"]),
         ({"fp8_recipe": "mxfp8"}, [f"one of {', '.join(FP8_RECIPES)} expected"]),
         ({"spec": ["my", "spec"]}, ["--fp8-format: it was never tried with --spec; --flux-allow"]),
         ({"multi_latent_attention": True}, ["--fp8-format: it was never tried with --multi-la"]),
@@ -240,3 +283,18 @@ def test_what_fp8_needs_is_said_before_a_run_starts(changed, said):
     assert all(a in b for a, b in zip(said, found, strict=True))
     (other, *_) = map(str, requirements.of_fp8(args, of_te=False))
     assert "--transformer-impl transformer_engine" in other
+
+
+def ragged(rank: int) -> str:
+    overlapped()
+    te_modules.FP8GlobalStateManager.recipe = te_modules.Recipe("block")
+    with pytest.raises(ValueError, match="given") as caught:
+        layer(rank, "column", True)(torch.ones(24, 2, BLOCKS["column"][1]))
+    return str(caught.value)
+
+
+def test_rows_that_te_cannot_gather_are_refused():
+    for said in run_ranks(ragged, 2):
+        assert "48 rows of 128 elements with blockwise scales on a rank given" in said
+        assert "multiples of 128 expected" in said
+        assert "to 128 rows on each tensor-parallel rank" in said

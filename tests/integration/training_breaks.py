@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from flux_megatron.integration import layers as our_layers
 from flux_megatron.integration import main_grad
-from flux_megatron.nn import functions
+from flux_megatron.nn import functions, linear_passes
 
 Break = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -123,21 +123,21 @@ def first_length_for_all() -> Iterator[None]:
 @contextlib.contextmanager
 def coarse_sums() -> Iterator[None]:
     """Sums rounded to six bits, where bf16 has eight."""
-    finish = functions._shaped
+    finish = linear_passes._shaped
 
     def rounded(made, shape):
         mantissa, exponent = torch.frexp(made.float())
         made.copy_(torch.ldexp((mantissa * 64).round() / 64, exponent))
         return finish(made, shape)
 
-    with mock.patch.object(functions, "_shaped", rounded):
+    with mock.patch.object(linear_passes, "_shaped", rounded):
         yield
 
 
 @contextlib.contextmanager
 def random_numbers_drawn() -> Iterator[None]:
-    finish = functions._shaped
-    with mock.patch.object(functions, "_shaped", lambda *a: (torch.rand(1), finish(*a))[1]):
+    finish = linear_passes._shaped
+    with mock.patch.object(linear_passes, "_shaped", lambda *a: (torch.rand(1), finish(*a))[1]):
         yield
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flux_megatron.config_files import flat
+from flux_megatron.config_files import flat, overrides
+from flux_megatron.errors import BadInput
 from flux_megatron.launch import rules
 from flux_megatron.launch.errors import ExperimentError
-from flux_megatron.launch.experiment import load, names, parse_override
+from flux_megatron.launch.experiment import load, names
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -215,16 +216,16 @@ def test_the_example_of_the_page_is_an_experiment(tmp_path):
 
 
 def test_overrides_are_assumptions_of_the_caller():
-    given = [parse_override("parallel.pp = 16"), parse_override("parallel.dp=1")]
-    found = load(PAPER, dict([*given, ("arms.te.training.recompute", "full")]))
+    texts = ["parallel.pp = 16", "parallel.dp=1", "arms.te.training.recompute=full"]
+    found = load(PAPER, overrides(texts, example=""))
     assert found.arms["te"].training.recompute == "full"
     assert found.arms["flux"].parallel.pp == 16
     for key in ("parallel.pp", "arms.te.training.recompute"):
         assert found.assumed[key] == "set by the caller"
     assert "parallel.pp" not in found.stated
     for text in ("training.lr", "=3", "a=[1"):
-        with pytest.raises(ExperimentError, match="--set"):
-            parse_override(text)
+        with pytest.raises(BadInput, match="--set"):
+            overrides([text], example="")
 
 
 # --- what we ship

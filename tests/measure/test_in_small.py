@@ -12,19 +12,17 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import typer
+from bench_run import run_here
 from ranks import on_cpu_ranks, run_ranks
 
 import flux_megatron
-from flux_megatron.lab.bench import provenance
 from flux_megatron.lab.measure import (
     breakdown,
     dynamic_layers,
     dynamic_rows,
     fp8_operations,
     gpu_run,
-    held_out,
     iterations,
 )
 
@@ -48,12 +46,6 @@ for i in range(1, steps + 1):
 """  # noqa: E501
 
 
-def _run(out: Path | None) -> gpu_run.Run:
-    device, group = torch.device("cpu"), dist.group.WORLD
-    about = provenance.describe(device, group.size(), torch.float32, 1, False, "none")
-    return gpu_run.Run(group, device, about, out)
-
-
 def test_whole_numbers_are_of_three_kinds():
     tensor = torch.full((40, 40), torch.nan, dtype=torch.bfloat16)
     gpu_run.fill_whole(torch.Generator(), tensor)
@@ -65,53 +57,33 @@ def test_whole_numbers_are_of_three_kinds():
 def test_all_cases_are_measured_and_a_wrong_one_is_the_exit_code(rank, right, code):
     seen = []
     with mock.patch("os._exit", sys.exit), pytest.raises(SystemExit) as end:
-        gpu_run.measure_each(_run(None), right, lambda case: seen.append(case) or case)
+        gpu_run.measure_each(run_here(), right, lambda case: seen.append(case) or case)
     assert (tuple(seen), end.value.code) == (right, code)
-
-
-def race_of_plans(rank: int, out: Path) -> None:
-    for beside, case in zip((False, True), held_out.SMALL.split(","), strict=True):
-        assert held_out.measure(_run(out), case, 2, beside)
-
-
-def test_every_strategy_has_a_row(tmp_path):
-    run_ranks(race_of_plans, 2, tmp_path / "rows")
-    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
-    plans = [row["plan"] for row in rows if row["plan"].startswith("{")]
-    strategies = {json.loads(plan)["strategy"] for plan in plans}
-    assert {"sequential", "fused", "low_latency", "pipelined", "signalled"} <= strategies
-    assert {"auto", "gemm", "serial"} <= {row["plan"] for row in rows}
-    assert all(len(row["times_us"]) == 2 and min(row["times_us"]) > 0 for row in rows)
-
-
-@pytest.mark.parametrize("case", held_out.SMALL.split(","))
-@on_cpu_ranks(2)
-def test_a_wrong_plan_is_not_timed(rank, case):
-    right = held_out.Layer.call
-    if rank == 1:  # on one rank, and all stop
-        held_out.Layer.call = lambda self, plan: right(self, plan) + 1
-    assert held_out.measure(_run(None), case, 1, False) is False
 
 
 def fp8_calls(rank: int, out: Path) -> None:
     for case in fp8_operations.SMALL.split(","):
-        assert fp8_operations.measure(_run(out), case, 2, False)
+        kinds = ("fast", "split", "blockwise")
+        assert fp8_operations.measure(run_here(out), case, 2, False, kinds)
 
 
 def test_fp8_is_verified_and_has_a_row_a_candidate(tmp_path):
     run_ranks(fp8_calls, 2, tmp_path / "rows")
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     errors = [row for row in rows if row["table"] == "fp8_errors"]
-    assert [row["wrong"] for row in errors] == [False] * 4
+    assert [row["wrong"] for row in errors] == [False] * 6
     named = [row["candidate"] for row in rows if row["table"] == "fp8_operations"]
-    assert named == ["gemm", "serial", "ours", "gemm_split", "serial_split", "ours_split"] * 2
+    calls = [
+        one + kind for kind in ("", "_split", "_blockwise") for one in ("gemm", "serial", "ours")
+    ]
+    assert named == calls * 2
 
 
 def wrong_scale(rank: int, case: str) -> bool:
     right = fp8_operations.Layer.call
     if rank == 1:
         fp8_operations.Layer.call = lambda self: right(self) * 1.01
-    return fp8_operations.measure(_run(None), case, 1, False)
+    return fp8_operations.measure(run_here(), case, 1, False)
 
 
 @pytest.mark.parametrize("case", fp8_operations.SMALL.split(","))
@@ -120,7 +92,7 @@ def test_a_wrong_scale_is_not_timed(case):
 
 
 def new_rows(rank: int, out: Path) -> None:
-    run = _run(out)
+    run = run_here(out)
     assert dynamic_rows.measure(run, "ops small", 6, repeat=False, beside=False)
     assert dynamic_rows.measure(run, "nn small", 5, repeat=True, beside=True)
 
@@ -157,7 +129,7 @@ def test_a_wrong_layer_is_not_timed(rank, case):
 
     if rank == 1:  # on one rank, and all stop
         dynamic_layers.Layer.ours = wrong
-    assert not dynamic_rows.measure(_run(None), case, 5, repeat=False, beside=False)
+    assert not dynamic_rows.measure(run_here(), case, 5, repeat=False, beside=False)
 
 
 @pytest.mark.timeout(200)

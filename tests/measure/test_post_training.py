@@ -8,15 +8,14 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
+from bench_run import run_here
 from megatron.core import parallel_state
 from ranks import FUSED, run_ranks
 
 from flux_megatron.integration import arm, enabling
 from flux_megatron.integration.cpu_device import pretend_cuda
 from flux_megatron.integration.layers import FluxRowParallelLinear
-from flux_megatron.lab.bench import provenance
-from flux_megatron.lab.measure import gpu_run, post_training
+from flux_megatron.lab.measure import post_training
 from flux_megatron.lab.measure.post_training_loop import IN_SMALL
 
 STEPS = 5
@@ -26,9 +25,7 @@ CASES = post_training.SMALL.split(",")
 def loop(rank: int, out: Path, cases: list[str], wrong: bool) -> list[bool]:
     pretend_cuda()
     parallel_state.destroy_model_parallel()
-    device, group = torch.device("cpu"), dist.group.WORLD
-    about = provenance.describe(device, group.size(), torch.float32, 1, False, "none")
-    run = gpu_run.Run(group, device, about, out)
+    run = run_here(out)
     right = FluxRowParallelLinear.forward
 
     def other(self, x):

@@ -126,10 +126,10 @@ def test_an_experiment_in_fp8_is_predicted_and_launched(recipe):
         assert step.step_us < 0.8 * plain.steps[arm].step_us
         assert step.parts["head"] == plain.steps[arm].parts["head"]  # it has 16 bits
         assert step.parts["quantization"] > 0
-        words = " ".join(render(fp8.workloads[arm]))
+        words = " ".join(render(fp8.experiment.arms[arm]))
         assert f"--fp8-format hybrid --fp8-recipe {recipe}" in words
         assert "--transformer-impl transformer_engine" in words
-    assert "--fp8" not in " ".join(render(plain.workloads["flux"]))
+    assert "--fp8" not in " ".join(render(plain.experiment.arms["flux"]))
 
 
 def test_bytes_that_travel():

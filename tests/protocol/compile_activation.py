@@ -9,12 +9,14 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import compile_norm
 import torch
+from recorded_launches import launchers_of, memory
 
 from flux_megatron.kernels import expert_activation as kernels
 from flux_megatron.kernels import launch
@@ -25,13 +27,18 @@ HIDDEN = 4096
 
 
 def _launchers(dtype: torch.dtype) -> Iterator[tuple[str, Launcher]]:
-    code = (dtype, torch.device("cuda", 0))
-    gated = {"forward": kernels.gated_forward_kernel, "backward": kernels.gated_backward_kernel}
-    for (way, kernel), activation in itertools.product(gated.items(), kernels.ACTIVATIONS):
-        yield f"{activation} {way}", kernels._gated(kernel, CAPACITY, SLOTS, N, activation, code)
-    scaled = {"forward": kernels.scaled_forward_kernel, "backward": kernels.scaled_backward_kernel}
-    for way, kernel in scaled.items():
-        yield f"scaled {way}", kernels._scaled(kernel, CAPACITY // 2, HIDDEN, code)
+    dy, x = memory(CAPACITY, N, dtype=dtype), memory(CAPACITY, 2 * N, dtype=dtype)
+    rows, scale = memory(CAPACITY // 2, HIDDEN, dtype=dtype), memory(CAPACITY // 2)
+    received = memory(SLOTS)
+    calls: dict[str, Callable[[], object]] = {
+        "scaled forward": lambda: kernels.scaled_forward(rows, scale),
+        "scaled backward": lambda: kernels.scaled_backward(rows, rows, scale),
+    }
+    for one in kernels.ACTIVATIONS:
+        calls[f"{one} forward"] = partial(kernels.gated_forward, x, received, one)
+        calls[f"{one} backward"] = partial(kernels.gated_backward, dy, x, received, one)
+    for name, call in calls.items():
+        yield name, *launchers_of(call)
 
 
 def shipped() -> Iterator[tuple[str, dict]]:

@@ -17,6 +17,7 @@ import torch
 import triton  # noqa: F401, before our kernels: see `compile_kernels`
 from compile_kernels import code_of
 from forked_work import write_results
+from recorded_launches import launchers_of, memory
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 
@@ -25,7 +26,6 @@ from flux_megatron.kernels.triton_launch import Launcher
 
 SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 SAMPLES, SLICE, ROWS, TABLES = 4096, 512, 100_000, (32, 32)
-_CUDA = torch.device("cuda", 0)
 _TYPES = {
     "timeout_ns": "i64", "nnz": "i64", "keys": "*i32", "scales": "*fp32", "sums": "*fp32",
     **dict.fromkeys(("indices", "offsets", "starts", "entries"), "*i64"),
@@ -37,15 +37,23 @@ _PAYLOAD = ("weight", "y", "received", "gradients", "dw")
 
 def _launchers(D: int, mean: bool, dtype: torch.dtype) -> Iterator[tuple[str, Launcher]]:
     tile = embedding_a2a.tile_of(D, SAMPLES, "cuda")
-    sizes = (ROWS, SAMPLES, SLICE, D)
-    yield "forward", embedding_a2a._launcher(sizes, TABLES, 0, mean, dtype, tile, _CUDA)
-    make = partial(embedding_gradient._launcher, dtypes=(dtype,), world_size=2, scaled=mean,
-                   chunk=embedding_gradient.CHUNK, tile=tile, device=_CUDA)  # fmt: skip
-    bags = SAMPLES * 64
-    gradient = embedding_gradient
-    yield "chunk_sums", make(gradient.chunk_sums_kernel, 1024, (bags, SAMPLES, SLICE, D))
-    row_sizes = (bags, SAMPLES, SLICE, ROWS * 32, D)
-    yield "row_sums", make(gradient.row_sums_kernel, 1024, row_sizes)
+    call, nothing = mock.MagicMock(rank=0, epoch=1, world_size=len(TABLES)), memory(1)
+    weight, bags = memory(TABLES[0], ROWS, D, dtype=dtype), SAMPLES * 64
+    offsets = memory(TABLES[0] * SAMPLES * len(TABLES) + 1)
+    forward = launchers_of(
+        lambda: embedding_a2a.embedding_a2a(
+            weight, nothing, offsets, call, first_tables=nothing, tables=TABLES,
+            slice_samples=SLICE, mean=mean, tile=tile,
+        )
+    )  # fmt: skip
+    keys, starts = memory(1024 * embedding_gradient.CHUNK), memory(ROWS * 32 + 1)
+    backward = launchers_of(
+        lambda: embedding_gradient.embedding_gradient(
+            memory(bags, D, dtype=dtype), keys, nothing, starts, nothing if mean else None, call,
+            dw=weight, samples=SAMPLES, slice_samples=SLICE, tile=tile,
+        )
+    )  # fmt: skip
+    yield from zip(("forward", "chunk_sums", "row_sums"), forward + backward, strict=True)
 
 
 def compiled(launcher: Launcher, architecture: int, dtype: torch.dtype) -> dict:

@@ -16,10 +16,9 @@ from forked_work import write_results
 from triton.backends.nvidia.compiler import CUDABackend
 
 from flux_megatron.kernels.a2a_gemm import a2a_gemm_kernel
-from flux_megatron.kernels.expert_collect import expert_collect_kernel
 from flux_megatron.kernels.expert_routes import exchange_counts_kernel
 from flux_megatron.kernels.expert_wgrad import expert_wgrad_kernel
-from flux_megatron.kernels.gemm_a2a import gemm_a2a_kernel
+from flux_megatron.kernels.gemm_a2a import expert_collect_kernel, gemm_a2a_kernel
 from flux_megatron.kernels.signalled_experts import signalled_experts_kernel
 from flux_megatron.problem import Tile
 

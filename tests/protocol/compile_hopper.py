@@ -23,6 +23,8 @@ import torch
 import triton  # before our kernels, which would choose the interpreter on a machine without a GPU
 from forked_work import write_results
 from kept_code import compiled_or_kept
+from recorded_launches import launchers_of, memory
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -31,18 +33,17 @@ from flux_megatron.kernels import (
     hopper_a2a_gemm,
     hopper_ag_gemm,
     hopper_config,
-    hopper_expert_config,
     hopper_gemm_a2a,
     hopper_gemm_rs,
     hopper_signalled_gemm,
     launch,
 )
-from flux_megatron.kernels.hopper_expert_config import expert_config
-from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.kernels.split_k import chunk_count
+from flux_megatron.kernels.expert_call import ExpertCall
+from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.overlap import hopper
 from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.scaling import Scaling
 
 _SM_90 = GPUTarget("cuda", 90, 32)
 SMS = 132  # of an H100 or H200
@@ -104,12 +105,6 @@ def _plans(problem: Problem) -> list[Plan]:
 
 
 def _launchers(problem: Problem, plan: Plan) -> Iterator[tuple[str, Launcher]]:
-    device, dtype = torch.device("cuda", 0), getattr(torch, problem.dtype)
-    common = {"world_size": WORLD_SIZE, "dtype": dtype, "device": device}
-    common |= {"layout": problem.layout, "tile": plan.tile}
-    if problem.scaled:
-        common["out_dtype"] = getattr(torch, problem.out_dtype)
-        common["split_accumulator"] = problem.split_accumulator
     if problem.pattern is Pattern.AG_GEMM:
         # in one layout only: neither touches the order of anything
         options = dict.fromkeys(("bias", "copy_local"), problem.layout == "nn")
@@ -118,17 +113,53 @@ def _launchers(problem: Problem, plan: Plan) -> Iterator[tuple[str, Launcher]]:
         as_others = high == (problem.layout == "nn") or problem.dtype == "float16"
         if plan.splits and as_others:
             return
-        launcher = hopper_ag_gemm._launcher(**common, **options, k_parts=max(1, plan.splits))
+        launcher = _gathering(problem, plan, **options)
         kind = "bias" if options["bias"] else "plain"
         kind += " parts" * (plan.splits > 1) + " long" * (plan.tile == hopper_config.LONG)
         yield kind, launcher
         return
-    chunks = chunk_count(WORLD_SIZE, cdiv(problem.K_local, plan.tile.block_k))
-    if problem.scaled:
-        chunks = 1
-    launcher = hopper_gemm_rs._launcher(**common, chunks=chunks, by_sm=plan.transport == "sm")
-    short = chunks < WORLD_SIZE - 1 and not problem.scaled
+    launcher = _scattering(problem, plan)
+    short = _constexprs(launcher)["CONFIG"].CHUNKS < WORLD_SIZE - 1 and not problem.scaled
     yield f"{plan.transport}{' short' * short}", launcher
+
+
+def _operands(problem: Problem) -> tuple[Tensor, Tensor, Scaling | None]:
+    """x, w and what scales their product."""
+    dtype, K, N = getattr(torch, problem.dtype), problem.K_local, problem.N_local
+    rows = problem.M_shard if problem.spec.gathers else problem.M
+    w = memory(N, K, dtype=dtype) if problem.layout == "nt" else memory(K, N, dtype=dtype)
+    scaling = None
+    if problem.scaled:
+        scale, out_dtype = memory(1, dtype=torch.float32), getattr(torch, problem.out_dtype)
+        scaling = Scaling(scale, scale, out_dtype, problem.split_accumulator)
+    return memory(rows, K, dtype=dtype), w, scaling
+
+
+def _gathering(problem: Problem, plan: Plan, *, bias: bool, copy_local: bool) -> Launcher:
+    x, w, scaling = _operands(problem)
+    gathered, words = memory(problem.M, problem.K_local, dtype=x.dtype), memory(1)
+    call = partial(
+        hopper_ag_gemm.ag_gemm, x, gathered, w, x if bias else None, pad=words, status=words,
+        partial_counters=words, work_words=words, rank=0, epoch=1, timeout_ns=1, comm_rows=1,
+        layout=problem.layout, tile=plan.tile, copy_local=copy_local,
+        k_parts=max(1, plan.splits), scaling=scaling,
+    )  # fmt: skip
+    return launchers_of(call)[0]
+
+
+def _scattering(problem: Problem, plan: Plan, gathers: bool = False) -> Launcher:
+    x, w, scaling = _operands(problem)
+    dtype = scaling.out_dtype if scaling else x.dtype
+    out, words = memory(1, plan.tile.block_n, dtype=dtype), memory(1)
+    y = memory(problem.M_shard, problem.N_local, dtype=dtype)
+    call = partial(
+        hopper_gemm_rs.gemm_rs, x, w, parts=out, received=out, received_pointers=words,
+        pad_pointers=words, pad=words, status=words, counters=words, partial_counters=words,
+        work_words=words, rank=0, world_size=WORLD_SIZE, epoch=1, timeout_ns=1, tiles_comm=1,
+        layout=problem.layout, tile=plan.tile, by_sm=plan.transport == "sm", scaling=scaling,
+        gathering=hopper_gemm_rs.Gathering(y, words, words, 1) if gathers else None,
+    )  # fmt: skip
+    return launchers_of(call)[0]
 
 
 def _constexprs(launcher: Launcher) -> dict[str, object]:
@@ -181,11 +212,10 @@ def gathering() -> dict[str, Configuration]:
         ("nt", False, hopper_config.TILE), ("nt", True, hopper_config.TILE),
         ("nn", False, hopper_config.NARROW), ("nn", True, hopper_config.NARROW),
     ):  # fmt: skip
-        launcher = hopper_gemm_rs._launcher(
-            WORLD_SIZE, WORLD_SIZE - 1, torch.bfloat16, torch.device("cuda", 0), layout, tile,
-            by_sm, gathers=True,
-        )  # fmt: skip
         way = "sm" if by_sm else "copy_engine"
+        problem = Problem(Pattern.GEMM_RS, 8192, 4096, 16384, "bfloat16", WORLD_SIZE, layout)
+        plan = Plan("hopper", tile=tile, transport=way)
+        launcher = _scattering(problem, plan, gathers=True)
         name = f"gemm_ar bfloat16 {layout} 128x{tile.block_n} {way}"
         found[name] = Configuration(name, "bfloat16", layout, launcher)
     return found
@@ -195,10 +225,13 @@ def signalled() -> dict[str, Configuration]:
     """The bands of GEMM+RS in both layouts, and those of GEMM+AR, which are of one shard."""
     found = {}
     for layout, shards in (("nt", WORLD_SIZE), ("nn", WORLD_SIZE), ("nt", 1)):
-        launcher = hopper_signalled_gemm._launcher(
-            torch.Size((8192, 4096)), 4096, shards, torch.bfloat16, torch.device("cuda", 0), layout,
-            hopper_config.TILE, 1024, 8,
+        x, words = memory(8192, 4096, dtype=torch.bfloat16), memory(1)
+        call = partial(
+            hopper_signalled_gemm.signalled_gemm, x, x[:4096], x, table=words, tiles=1024,
+            shards=shards, counters=words, work_counter=words, spare_sms=8, layout=layout,
+            tile=hopper_config.TILE,
         )  # fmt: skip
+        (launcher,) = launchers_of(call)
         name = f"signalled bfloat16 {layout} 128x256 {shards} shards"
         found[name] = Configuration(name, "bfloat16", layout, launcher)
     return found
@@ -207,16 +240,22 @@ def signalled() -> dict[str, Configuration]:
 def experts() -> dict[str, Configuration]:
     """a2a_gemm, whose rows are kept for backward or not, and gemm_a2a."""
     found = {}
-    tile = hopper_expert_config.TILE
+    tile = hopper_config.LONG
     for layout, dtype in _VARIANTS:
-        sizes = (4096, 4096, 8192, getattr(torch, dtype), torch.device("cuda", 0), tile)
+        x, words = memory(8192, 4096, dtype=getattr(torch, dtype)), memory(1)
+        w = ExpertWeights(memory(8, 4096, 4096, dtype=x.dtype))
+        call = mock.MagicMock(world_size=WORLD_SIZE, rank=0, epoch=1)
+        about = ExpertCall(call, 8, len(x), layout, tile, 32)
         for name, kept in (("a2a_gemm", False), ("a2a_gemm", True), ("gemm_a2a", False)):
             if kept and (layout, dtype) != ("nt", "bfloat16"):
                 continue  # it touches nothing that the layout does
-            config = expert_config(WORLD_SIZE, 8, layout, tile, 32, kept)
-            module = hopper_a2a_gemm if name == "a2a_gemm" else hopper_gemm_a2a
+            if name == "a2a_gemm":
+                rows = x if kept else x[:0]
+                run = partial(hopper_a2a_gemm.a2a_gemm, x, x, w, rows, words, about)
+            else:
+                run = partial(hopper_gemm_a2a.gemm_a2a, x, w, x, words, about, tokens=1)
             name += f" {dtype} {layout} 128x256" + " kept" * kept
-            found[name] = Configuration(name, dtype, layout, module._launcher(config, *sizes))
+            found[name] = Configuration(name, dtype, layout, launchers_of(run)[0])
     return found
 
 

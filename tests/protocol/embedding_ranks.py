@@ -12,7 +12,7 @@ from torch import Tensor
 from virtual_machine import Machine, PackageCopy
 from virtual_ranks import Schedule, Scheduler
 
-from flux_megatron import reference
+from flux_megatron.lab import reference
 
 ROWS, D, LONGEST = 5, 3, 3
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from virtual_machine import Machine, PackageCopy
 from virtual_ranks import Schedule, Scheduler
 
-from flux_megatron import reference
+from flux_megatron.lab import reference
 
 N, K, BLOCK, COMM_ROWS = 24, 16, 16, 8
 

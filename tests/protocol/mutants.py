@@ -28,6 +28,7 @@ from virtual_machine import Mutation
 
 _THREE = {"world_size": 3, "rows": (9, 9, 9), "N": 16, "comm_rows": 5}
 _WORDS = {"strategy": "low_latency", "rows": (1, 1, 1, 1), "N": 40, "K": 8, "world_size": 3}
+_BLOCKS = {"scaled": True, "split": True, "blockwise": True, "K": 144, "rows": (13, 13, 13)}
 _ROUNDS = {"world_size": 4, "rows": (20,), "N": 16, "dtype": torch.bfloat16, "rounds": True}
 
 CASES = {
@@ -35,6 +36,10 @@ CASES = {
     "ag, 3 ranks": Case("ag", **_THREE),
     "ag pipelined": Case("ag", "pipelined"),
     "ag pipelined, one GEMM": Case("ag", "pipelined", parts=1),
+    "ag pipelined, blockwise": Case("ag", "pipelined", 3, comm_rows=5, bias=True, **_BLOCKS),
+    "ag pipelined, blockwise, one GEMM": Case(
+        "ag", "pipelined", comm_rows=0, parts=1, **_BLOCKS
+    ),
     "rs": Case("rs", comm_rows=12),
     "rs, 3 ranks": Case("rs", **_THREE),
     "rs, one communication tile": Case("rs", comm_rows=20),
@@ -42,6 +47,7 @@ CASES = {
     "rs, a CTA a tile": Case("rs", rows=(40, 40, 40), ctas=1_000),
     "rs pipelined": Case("rs", "pipelined"),
     "rs pipelined, 3 ranks": Case("rs", "pipelined", **_THREE),
+    "rs pipelined, blockwise": Case("rs", "pipelined", comm_rows=5, **_BLOCKS),
     "captured ag": Case("ag", rows=(9,) * 6, captured=True),
     "captured rs": Case("rs", rows=(9,) * 6, captured=True),
     "captured rs, 3 ranks": Case("rs", world_size=3, rows=(9,) * 6, N=16, captured=True),

@@ -88,9 +88,10 @@ from flux_megatron.kernels import (
     triton_launch,
 )
 from flux_megatron.nn import functions as layers
-from flux_megatron.overlap import calls, fused, low_latency
+from flux_megatron.overlap import calls, fused, low_latency, sequential
 from flux_megatron.overlap.calls import InFlight
 from flux_megatron.problem import Plan, Tile
+from flux_megatron.scaling import Scaling, block_shapes
 from flux_megatron.symm import agreement, objects, places, workspace
 from flux_megatron.symm import device as devices
 from flux_megatron.symm.cuda_backend import CudaCopyEngine
@@ -101,7 +102,7 @@ CudaCopyEngine.hold = lambda self, *tensors: None  # type: ignore[method-assign]
 agreement.Agreement._exchange = lambda self, text: [text] * self._world_size  # type: ignore[method-assign]
 workspace.Workspace.end = lambda self, call: call.channel.end(call)  # type: ignore[method-assign]
 workspace.capturing = lambda device: torch.cuda.is_current_stream_capturing()
-launch.supports = launch.supports_scaled = lambda problem: None
+launch.supports_tensors = lambda dtype, device: None
 launch.sms = lambda device: SMS
 launch.persistent_grid = lambda device, tiles, spare_sms=0: (min(SMS - spare_sms, tiles),)
 hopper_gemm._refused = lambda *given: None
@@ -152,7 +153,12 @@ for _layer in ("column layer", "row layer", "column layer, evaluated", "row laye
 FP8_TILE = replace(hopper_config.NARROW, block_k=128)
 PLANS["hopper ag_gemm, FP8"] = Plan("hopper", tile=FP8_TILE)
 PLANS["hopper gemm_rs, FP8"] = Plan("hopper", comm_rows=512, tile=FP8_TILE, transport="copy_engine")
-WITH_BIAS = ("hopper ag_gemm", "pipelined ag_gemm", "low_latency ag_gemm, TMA")
+PLANS["pipelined ag_gemm, FP8 in blocks"] = PLANS["pipelined ag_gemm"]
+PLANS["pipelined gemm_rs, FP8"] = PLANS["pipelined gemm_rs"]
+WITH_BIAS = (
+    "hopper ag_gemm", "pipelined ag_gemm", "pipelined ag_gemm, FP8 in blocks",
+    "low_latency ag_gemm, TMA",
+)  # fmt: skip
 
 
 def parameters_of(ptx: str) -> list[int]:
@@ -179,11 +185,15 @@ native_launch.layout_of = known
 OF_TORCH: list[list] = []  # operands of its kernels
 
 
-def by_torch(*operands: torch.Tensor, out: torch.Tensor | None = None) -> None:
+def by_torch(*operands: torch.Tensor | None, out: torch.Tensor | None = None) -> None:
     """A kernel of torch's comes to the caller's stream. Nothing is computed."""
     tensors = [one for one in (*operands, out) if one is not None]
     assert DRIVER.by_torch(CALLERS, *[one.data_ptr() for one in tensors]) == 0
     OF_TORCH.append([[[*one.shape], one.stride(), str(one.dtype)] for one in tensors])
+
+
+def scaled_by_torch(x: Any, w: Any, bias: Any, scaling: Scaling, out: Any) -> None:
+    by_torch(x, w, scaling.x, scaling.w, bias, out=out)
 
 
 def nothing(*operands: torch.Tensor, out: torch.Tensor | None = None) -> None: ...
@@ -205,10 +215,13 @@ class Call:
         self.rows, self.w = matrix(2 * rows, K), matrix(N, K)
         self.bias = torch.zeros(N, dtype=torch.bfloat16) if bias else None
         self.scales = {}
-        if name.endswith("FP8"):
+        if "FP8" in name:
             operands = self.x, self.rows, self.w
             self.x, self.rows, self.w = (one.to(torch.float8_e4m3fn) for one in operands)
             self.scales = {"x_scale": torch.ones(1), "w_scale": torch.ones(1)}
+            if name.endswith("in blocks"):
+                shapes = block_shapes(rows, N, K)
+                self.scales = dict(zip(self.scales, map(torch.ones, shapes), strict=True))
         kind = re.split(r"[ ,]+", name)[1]
         self.call = {
             "ag_gemm": self.ag_gemm, "gemm_rs": self.gemm_rs, "gemm_ar": self.gemm_ar,
@@ -286,6 +299,7 @@ def enqueued(call: Call) -> dict[str, Any]:
         mock.patch.object(InFlight, "__init__", noted),
         mock.patch.object(calls, "_at_once", whole),
         mock.patch.object(torch, "mm", by_torch),
+        mock.patch.object(sequential, "scaled_gemm", scaled_by_torch),
     ):
         call()
     shapes = iter(OF_TORCH)
@@ -341,7 +355,7 @@ def new_us(name: str) -> float:
 
 def main(path: str, timed: bool) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    written: dict[str, Any] = {"calls": {}, "host_us": {}, "new_us": {}}
+    written: dict[str, Any] = {"calls": {}, "steps": {}, "host_us": {}, "new_us": {}}
     for name in PLANS:
         of_engines = {}
         os.environ["FLUX_MEGATRON_STRATEGY"] = PLANS[name].strategy  # of calls without a plan
@@ -355,6 +369,8 @@ def main(path: str, timed: bool) -> None:
                     channel.epoch = FIRST_EPOCHS[which] - 1
                 of_engines[kind] = [enqueued(call) for _ in range(8)]
                 if kind == "native":
+                    programs = workspace.workspaces()[0].programs.values()
+                    written["steps"][name] = [len(one.segments) for one in programs]
                     with mock.patch.object(calls, "is_watched", return_value=True):
                         of_engines["watched"] = [enqueued(call) for _ in range(2)]
                 if timed and kind != "compile":

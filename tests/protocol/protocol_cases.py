@@ -15,8 +15,8 @@ from torch import Tensor
 from virtual_machine import Machine, PackageCopy
 from virtual_ranks import STREAMS, Schedule, Scheduler
 
-from flux_megatron import reference
-from flux_megatron.scaling import Scaling
+from flux_megatron.lab import reference
+from flux_megatron.scaling import Scaling, block_shapes
 
 
 class WrongResult(AssertionError):
@@ -40,6 +40,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     scaled: bool = False  # FP8 operands, a scale each
     split: bool = False  # and a split accumulator
+    blockwise: bool = False  # and a scale a block
     rounds: bool = False  # partials of 256 and of 1, whose sum differs if it is rounded on the way
     tma: bool = False
     ctas: int = 3  # of a persistent kernel
@@ -62,7 +63,8 @@ class Case:
     def __str__(self) -> str:
         rows, dtype = ",".join(map(str, self.rows)), str(self.dtype).removeprefix("torch.")
         sizes = f"{rows}x{self.N}x{self.K} {self.layout} {dtype} comm_rows {self.comm_rows}"
-        options = " FP8" * self.scaled + " split" * self.split + " bias" * self.bias
+        options = " FP8" * self.scaled + " split" * self.split + " blockwise" * self.blockwise
+        options += " bias" * self.bias
         options += " tma" * self.tma + " captured" * self.captured
         options += " of 256 and 1" * self.rounds + " two streams" * self.two_streams
         options += " two phases" * self.two_phase
@@ -89,14 +91,21 @@ class Operands:
         w_shape = (case.N, case.K) if case.layout == "nt" else (case.K, case.N)
         self.w = [integers(*w_shape) for _ in ranks]
         self.bias = [integers(case.N).to(case.dtype) for _ in ranks] if case.bias else None
-        self.scales: dict[str, list[Tensor]] = {}
-        if case.scaled:  # all ranks have one scale of gathered rows
-            own = [0 if case.host == "ag" else rank for rank in ranks]
-            self.scales["x_scale"] = [torch.tensor([2.0 ** (1 + one)]) for one in own]
-            self.scales["w_scale"] = [torch.tensor([2.0 ** (2 * rank - 1)]) for rank in ranks]
         self.ag_x = [[integers(rows, case.K) for _ in ranks] for rows in case.rows]
         all_rows = [rows * case.world_size for rows in case.rows]
         self.rs_x = [[integers(rows, case.K) for _ in ranks] for rows in all_rows]
+        self.scales: list[dict[str, list[Tensor]]] = [{} for _ in case.rows]
+        if case.blockwise:  # other ones in each call
+            for scales, rows in zip(self.scales, case.rows, strict=True):
+                x_rows = rows if case.host == "ag" else rows * case.world_size
+                shapes = block_shapes(x_rows, case.N, case.K)
+                for name, shape in zip(("x_scale", "w_scale"), shapes, strict=True):
+                    scales[name] = [integers(*shape).float().exp2() for _ in ranks]
+        elif case.scaled:  # all ranks have one scale of gathered rows
+            own = [0 if case.host == "ag" else rank for rank in ranks]
+            for scales in self.scales:
+                scales["x_scale"] = [torch.tensor([2.0 ** (1 + one)]) for one in own]
+                scales["w_scale"] = [torch.tensor([2.0 ** (2 * rank - 1)]) for rank in ranks]
         if case.rounds:
             for w in self.w:
                 w.zero_()[..., 0] = 1  # "nt": a partial is the first column of x
@@ -124,8 +133,7 @@ class Host:
         )  # fmt: skip
         self.bias = operands.bias[rank] if operands.bias is not None else None
         self.w = operands.w[rank]
-        scales = [of_ranks[rank] for of_ranks in operands.scales.values()]
-        self.scaling = (Scaling(*scales, case.dtype, case.split),) if scales else ()
+        self.scaling: tuple[Scaling, ...] = ()
         self._inputs: dict[tuple[str, str], Tensor] = {}
 
     def run(self) -> None:
@@ -136,6 +144,13 @@ class Host:
                 self.machine.scheduler.use_stream(STREAMS[call % 2])
             ag_x = self._input("ag_x", self.operands.ag_x[call][self.rank])
             rs_x = self._input("rs_x", self.operands.rs_x[call][self.rank])
+            scales = [
+                self._input(name, of_ranks[self.rank])
+                for name, of_ranks in self.operands.scales[call].items()
+            ]
+            if scales:
+                how = self.case.dtype, self.case.split, self.case.blockwise
+                self.scaling = (Scaling(*scales, *how),)
             if not self.case.captured or call % 3 == 0:
                 results = step(self, ag_x, rs_x, call % 2 == 1)
             else:
@@ -225,7 +240,7 @@ def run(case: Case, package: PackageCopy, schedule: Schedule) -> Scheduler:
 def _expected(case: Case, operands: Operands, what: str, call: int) -> list[Tensor]:
     if what == "gathered":
         return [torch.cat(operands.ag_x[call])] * case.world_size
-    scaled = {**operands.scales, "out_dtype": case.dtype} if case.scaled else {}
+    scaled = {**operands.scales[call], "out_dtype": case.dtype} if case.scaled else {}
     if what == "ag":
         x = operands.ag_x[call]
         return reference.all_gather_gemm(x, operands.w, case.layout, operands.bias, **scaled)

@@ -34,6 +34,12 @@ CALLS = {
     "fused ag_gemm": [*GATHER, *PUSH, "launch", *JOIN],
     "fused gemm_rs": ["launch", "launch"],
     "pipelined ag_gemm": [*GATHER, *PUSH, "torch", "launch", "torch", "torch", *JOIN],
+    "pipelined ag_gemm, FP8 in blocks": [  # whose scales go before the first signal
+        *FORK, "copy", *PUSH, *PUSH, "torch", "launch", "torch", *JOIN,
+    ],
+    "pipelined gemm_rs, FP8": [
+        "torch", *FORK, *PUSH, "torch", *FORK, "write", "launch", *JOIN,
+    ],
     "pipelined ag_gemm, one GEMM": [*GATHER, "copy", "launch", "torch", *JOIN],
     "pipelined gemm_rs": [
         "torch", *FORK, *PUSH, "torch", *FORK, "write", "launch", *JOIN,
@@ -76,8 +82,13 @@ CALLS = {
 
 
 @pytest.fixture(scope="module")
-def calls(tmp_path_factory) -> dict[str, dict]:
-    return compiled_by("offline_calls.py", tmp_path_factory.mktemp("offline"))["calls"]
+def written(tmp_path_factory) -> dict[str, dict]:
+    return compiled_by("offline_calls.py", tmp_path_factory.mktemp("offline"))
+
+
+@pytest.fixture(scope="module")
+def calls(written) -> dict[str, dict]:
+    return written["calls"]
 
 
 def without_epoch(call: dict, number: int) -> tuple[list, list]:
@@ -113,6 +124,11 @@ def test_c_does_what_python_does(calls, name):
         assert call["made"]
         assert given
         assert all({*EPOCHS} & {*one} for one in given) or name.startswith("low_latency")
+
+
+def test_a_program_with_lists_keeps_no_steps(written):
+    assert written["steps"].keys() == CALLS.keys()
+    assert not any(any(kept) for kept in written["steps"].values())
 
 
 def test_another_epoch_would_be_noticed(calls):

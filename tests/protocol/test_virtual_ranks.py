@@ -11,6 +11,11 @@ from virtual_ranks import STANDARD, Deadlock, Schedule
 
 pytestmark = needs_interpreter
 
+_BLOCKS = {
+    "rows": (13, 20, 20), "N": 144, "K": 272, "comm_rows": 5, "scaled": True, "split": True,
+    "blockwise": True,
+}  # fmt: skip
+
 # W = 2: everything that the protocol may depend on
 CASES = [
     Case("ag", bias=True),
@@ -29,6 +34,12 @@ CASES = [
     Case("ag", "pipelined", rows=(7, 20, 20), comm_rows=5, bias=True),
     Case("rs", "pipelined", rows=(7, 20, 20), comm_rows=5),
     Case("backward", "pipelined", layout="nn"),
+    Case("ag", "pipelined", comm_rows=5, bias=True, scaled=True),
+    Case("ag", "pipelined", 3, bias=True, **_BLOCKS),
+    Case("ag", "pipelined", 3, parts=1, **_BLOCKS),
+    Case("ag", "pipelined", 3, parts=2, **_BLOCKS),
+    Case("rs", "pipelined", 3, **_BLOCKS),
+    Case("rs", "pipelined", parts=1, **_BLOCKS),
     Case("ar", rows=(7, 20, 20), comm_rows=5),
     Case("ar", "pipelined", rows=(7, 20, 20), comm_rows=5, layout="nn"),
 ]

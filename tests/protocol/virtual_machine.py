@@ -36,13 +36,12 @@ SOURCE = Path(flux_megatron.__file__).parent
 _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
     "symm.lasting", "symm.signals", "symm.word_channel", "symm.workspace",
-    "kernels.launch", "kernels.primitives", "kernels.word_primitives",
-    "kernels.gemm_tile", "kernels.k_parts", "kernels.word_tiles", "kernels.gemv_ar",
+    "kernels.launch", "kernels.triton_launch", "kernels.primitives", "kernels.word_primitives",
+    "kernels.gemm_tile", "kernels.few_rows", "kernels.gemv_ar",
     "kernels.ag_gemv",
-    "kernels.a2a_gemm", "kernels.expert_collect", "kernels.expert_weights",
+    "kernels.a2a_gemm", "kernels.gemm_a2a", "kernels.expert_weights",
     "kernels.hopper_primitives", "kernels.hopper_signals", "kernels.hopper_tile_order",
     "kernels.hopper_split_k", "kernels.hopper_scheduler", "kernels.hopper_ring",
-    "kernels.hopper_scales",
     "kernels.hopper_roles", "kernels.hopper_epilogue", "kernels.hopper_stored_tiles",
     "kernels.hopper_gathered_rows",
     "kernels.hopper_ag_gemm",
@@ -252,6 +251,8 @@ class Machine:
             mock.patch.multiple(p.lasting, _disable_current_modes=nullcontext),
             mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),
             mock.patch.multiple(p.signalled, communication_stream=self._communication_stream),
+            # functions of torch's that make tensors on the way
+            mock.patch.multiple(p.pipelined, _scaled_gemm=self._enqueued(p.pipelined._scaled_gemm)),
             mock.patch.multiple(p.primitives, host_wait=self._host_wait),
             mock.patch.multiple(p.a2a_gemm, PUSHERS=1),  # the other CTAs help
             mock.patch.multiple(p.word_primitives, host_wait_words=self._host_wait_words),
@@ -266,6 +267,15 @@ class Machine:
             p.hopper_kernels.launched_on(self._gluon()),
         ):
             yield
+
+    def _enqueued(self, function: Callable[..., None]) -> Callable[..., None]:
+        """The function as one operation of the stream in which a host calls it."""
+
+        def enqueue(*given: object) -> None:
+            stream = self.scheduler.current_stream
+            self.scheduler.enqueue(stream, function.__name__, lambda: function(*given))
+
+        return enqueue
 
     def _gluon(self) -> Gluon:
         signals = self.package.signals

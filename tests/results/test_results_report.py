@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 from written_runs import (
     correlated,
@@ -22,20 +21,18 @@ from written_runs import (
     write,
 )
 
+from flux_megatron.cli import app
 from flux_megatron.lab.perf import flops
 from flux_megatron.lab.results import logs, report, summary
-from flux_megatron.lab.results.commands import results
 from flux_megatron.lab.results.iterations import Iteration, Series
 from flux_megatron.launch.experiment import load
 
 ROOT = Path(__file__).parents[2]
 PAPER = "paper/gpt3-175b_a100-pcie"
-app = typer.Typer()
-app.command()(results)
 
 
 def invoke(*arguments: object) -> tuple[int, str]:
-    done = CliRunner().invoke(app, [*map(str, arguments)])
+    done = CliRunner().invoke(app, ["results", *map(str, arguments)])
     return done.exit_code, done.output
 
 

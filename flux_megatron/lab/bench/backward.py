@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron import reference
+from flux_megatron.lab import reference
 from flux_megatron.lab.bench.candidates import (
     Candidate,
     expected,
@@ -19,7 +20,7 @@ from flux_megatron.lab.bench.candidates import (
 )
 from flux_megatron.lab.bench.records import LIBRARY, OURS
 from flux_megatron.lab.bench.suites import Case
-from flux_megatron.nn import all_reduced, functions
+from flux_megatron.nn import functions
 from flux_megatron.overlap import registry
 from flux_megatron.patterns import COLUMN, ROW
 from flux_megatron.problem import Pattern, Problem
@@ -66,14 +67,14 @@ class Backward:
         self.gathered = travels.new_empty(M, travels.shape[1])
         dist.all_gather_into_tensor(self.gathered, travels, group=self.group)
         self.dx = travels.new_empty(M_shard, K)  # of the reduce-scatter
+        self.y = self.forward()
+
+    def forward(self) -> Tensor:
+        """The layer's y, whose backward is measured."""
+        options: dict[str, Any] = {"group": self.group, "wgrad": self._wgrad}
         if self.column:
-            self.y = functions.column_parallel_linear(
-                self.x, self.w, None, group=self.group, wgrad=self._wgrad
-            )
-        else:
-            self.y = functions.row_parallel_linear(
-                self.x, self.w, group=self.group, wgrad=self._wgrad
-            )
+            return functions.column_parallel_linear(self.x, self.w, None, **options)
+        return functions.row_parallel_linear(self.x, self.w, **options)
 
     def _wgrad(self, w: Tensor, dy: Tensor, x: Tensor) -> None:
         accumulate_wgrad_by_torch(self.main_grad, dy, x)
@@ -151,7 +152,7 @@ class AllReducedBackward(Backward):
         alike = torch.Generator(device).manual_seed(1)  # all ranks have the same tokens
         self.x = torch.randn(M, K, device=device, dtype=dtype, generator=alike).requires_grad_()
         self.dy = torch.randn(M, N, device=device, dtype=dtype)
-        self.y = all_reduced.local_linear(
+        self.y = functions.local_linear(
             self.x, self.w, None, wgrad=self._wgrad, allreduce_group=self.group
         )
 

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron import reference, settings
+from flux_megatron import settings
 from flux_megatron.dispatch import decide
+from flux_megatron.lab import reference
 from flux_megatron.lab.bench.records import IN_A_GRAPH
 from flux_megatron.patterns import Pattern
 
@@ -81,7 +82,7 @@ def in_graphs(candidates: Iterable[Candidate], device: torch.device) -> Iterator
 
 
 def replayed(call: Callable[[], Results]) -> Callable[[], Results]:
-    """Replays of a graph of `call`, which is captured at the first one, after the call itself.
+    """Replays of a graph of `call`, which is captured at the first one, behind an eager call.
 
     On the stream of that moment, unless that is the default one, which cannot be captured. Backward
     runs on forward's stream: where the call has one, forward must not be on the default stream.
@@ -90,6 +91,7 @@ def replayed(call: Callable[[], Results]) -> Callable[[], Results]:
 
     def replay() -> Results:
         if not made:
+            call()
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             own = None if stream == torch.cuda.default_stream() else stream
             # backward runs in threads of autograd

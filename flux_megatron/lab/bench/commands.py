@@ -34,6 +34,12 @@ def bench(
     M: Annotated[
         str | None, typer.Option("--M", help="Rows; default 64 to 8192, on the CPU 64")
     ] = None,
+    shapes: Annotated[
+        str, typer.Option(help="Instead: one rank's GEMMs, as 'gemm_rs 1536x8192x2048'")
+    ] = "",
+    all_plans: Annotated[
+        bool, typer.Option("--all-plans", help="Also every plan that tune measures")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder of rows.jsonl, appended to")] = Path("bench"),
     candidates: Annotated[str, typer.Option(help="Only these and the baselines")] = "",
     rounds: Annotated[
@@ -69,10 +75,10 @@ def bench(
     options = bench_options.parsed(
         suite=suite, pattern=pattern, M=M, rounds=rounds, scale=scale, tp=tp, device=device,
         candidates=candidates, out=str(out / "rows.jsonl"), time_limit_s=time_limit, nvls=nvls,
-        commit=commit, beside=beside, graphs=graphs,
+        commit=commit, beside=beside, graphs=graphs, shapes=shapes, all_plans=all_plans,
     )  # fmt: skip
     kept = f"{options.out} has the rows of what is done; --suite, --pattern and --M choose the rest"
-    launch.start(options, out, kept, "worker")
+    launch.start(options, out, kept, "bench", "worker")
 
 
 @app.command("operations")
@@ -96,11 +102,12 @@ def bench_operations(
 
     option_values.number("--time-limit", time_limit, zero=True, unit="seconds")
     options = OperationOptions(
-        tuple(names or OPERATIONS), str(out / "operations.jsonl"), only, rounds, time_limit,
-        commit, tp=machine.ranks(device, tp, "--device cpu --rounds 2"), device=device, nvls=nvls,
+        tuple(names or OPERATIONS), only, rounds, out=str(out / "operations.jsonl"),
+        tp=machine.ranks(device, tp, "--device cpu --rounds 2"), device=device, nvls=nvls,
+        time_limit_s=time_limit, commit=commit,
     )  # fmt: skip
     kept = f"{options.out} has the rows of what is done; --only chooses the rest"
-    launch.start(options, out, kept, "operations.worker")
+    launch.start(options, out, kept, "bench operations", "operations.worker")
 
 
 def trace(
@@ -120,7 +127,8 @@ def trace(
     from flux_megatron.lab.bench.options import TraceOptions, traced
 
     options = TraceOptions(
-        str(out), layer, **traced(layer, device, M, N, K), strategy=strategy,
+        layer, **traced(layer, device, M, N, K), strategy=strategy, out=str(out),
         tp=machine.ranks(device, tp, "--device cpu"), device=device, nvls=nvls,
     )  # fmt: skip
-    launch.start(options, out, f"nothing is in {out}: the same command starts again", "trace")
+    interrupted = f"nothing is in {out}: the same command starts again"
+    launch.start(options, out, interrupted, "trace", "trace")

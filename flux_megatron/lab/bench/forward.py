@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron import ops, reference
+from flux_megatron import ops
 from flux_megatron.kernels.hopper_config import wide_tile
+from flux_megatron.lab import reference
 from flux_megatron.lab.bench.candidates import (
     Call,
     Candidate,
@@ -26,6 +27,9 @@ from flux_megatron.lab.bench.suites import Case
 from flux_megatron.overlap import registry
 from flux_megatron.patterns import COLUMN, Pattern
 from flux_megatron.problem import Problem
+from flux_megatron.symm.workspace import workspace
+from flux_megatron.tune_command.measure import label
+from flux_megatron.tuning import tuner
 
 
 class Forward:
@@ -85,6 +89,17 @@ class Forward:
             yield Candidate(name, OURS, with_strategy("auto", op, plan=plan), plan=plan.dumps)
         plan_of = plan_of_auto(pattern, *operands, layout)
         yield Candidate("auto", OURS, with_strategy("auto", op), plan=plan_of)
+
+    def all_plans(self) -> Iterator[Candidate]:
+        """Those that `flux-megatron tune` measures."""
+        pattern, layout = Pattern(self.case.pattern), self.case.layout
+        problem = self._problem(pattern)
+        op = partial(ops.OPERATIONS[pattern], self.x, self.w, self.group, layout=layout)
+        unavailable = workspace(self.group, self.device).unavailable
+        names, _ = registry.overlapping(problem, "auto", unavailable)
+        for plan in tuner.candidates(problem, names):
+            call = with_strategy("auto", op, plan=plan)
+            yield Candidate(label(plan), OURS, call, plan=plan.dumps)
 
     def _gemm(self) -> tuple[Tensor]:
         return (torch.mm(self.gathered, self.right, out=self.partial),)

@@ -12,25 +12,23 @@ import typer
 
 from flux_megatron import option_values
 from flux_megatron.lab.bench.options import RankOptions
-from flux_megatron.tune_command import ranks
+from flux_megatron.tune_command import rank_processes, ranks
 
 
-def start(options: RankOptions, out: Path, interrupted: str, worker: str) -> NoReturn:
-    """Run the module `worker` of this room on new ranks, or as one rank under torchrun, and exit.
+def start(options: RankOptions, out: Path, interrupted: str, command: str, module: str) -> NoReturn:
+    """Run this command once more, on new ranks; as one rank run the `module` of this room. Exits.
 
     `interrupted` is said after Ctrl-C: what is kept, and how to go on. `RunFailed` has the error of
     the first rank that failed.
     """
     option_values.folder("--out", out)
-    worker = f"flux_megatron.lab.bench.{worker}"
     if "RANK" in os.environ:
-        import_module(worker).main(options)
-        raise typer.Exit(0)
+        main = import_module(f"flux_megatron.lab.bench.{module}").main
+        rank_processes.as_rank(main, options, command)
     if options.device == "cuda" and not options.nvls:
         from flux_megatron.lab.bench.provenance import refuse_multicast
 
         refuse_multicast()
     environment = ranks.defaults(options.tp) | ranks.inherited() | ranks.needed(options.device)
-    debug = ["--debug"] * ("--debug" in sys.argv)
-    arguments = ["-m", worker, options.dumps(), *debug]
+    arguments = ["-m", "flux_megatron.cli", *sys.argv[1:]]
     raise typer.Exit(ranks.run(arguments, options.tp, environment, interrupted))

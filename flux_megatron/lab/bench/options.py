@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from flux_megatron import machine, option_values, settings
 from flux_megatron.errors import BadInput
@@ -12,7 +11,6 @@ from flux_megatron.lab.bench import suites
 from flux_megatron.lab.bench.suites import Case
 from flux_megatron.tune_command.widths import CPU_SCALE
 
-Own = TypeVar("Own", bound="RankOptions")
 # in every race: E is the same whoever else takes part
 BASELINES = ("gemm", "gemm_again", "ours_gemm", "serial", "serial_again", "megatron")
 COMPETITORS = (n for of in suites.PEERS.values() for names in of.values() for n in names)
@@ -36,41 +34,37 @@ TRACED = {"cuda": (4096, 49152, 12288), "cpu": (64, 128, 64)}
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
-    """Of every measurement; as JSON on the way to the ranks, where lists become tuples again."""
+    """Of every measurement. After `time_limit_s` no further case is started; `scale` divides the
+    model's widths.
+    """
 
+    out: str
     tp: int = 2
     device: str = "cuda"
     nvls: bool = False
-
-    def dumps(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def loads(cls: type[Own], text: str) -> Own:
-        values: dict[str, Any] = json.loads(text)
-        values |= {name: tuple(value) for name, value in values.items() if type(value) is list}
-        return cls(**values)
+    commit: str = ""
+    time_limit_s: float | None = None
+    scale: int = 1
 
 
 @dataclass(frozen=True)
 class Options(RankOptions):
-    """What to measure and how. `candidates` () means all; `scale` divides the model's widths.
+    """What to measure and how. `candidates` () means all.
 
     `beside` measures every case twice: alone, and beside all-reduces of another communicator.
     `graphs` lets every candidate that communicates run once more, replayed from a CUDA graph.
+    `shapes` replace suites, patterns and Ms; `all_plans` adds those that `tune` measures.
     """
 
     suites: tuple[str, ...]
     patterns: tuple[str, ...]
     Ms: tuple[int, ...]
-    out: str
     candidates: tuple[str, ...] = ()
     rounds: int = 12
-    scale: int = 1
-    time_limit_s: float | None = None
-    commit: str = ""
     beside: bool = False
     graphs: bool = False
+    shapes: tuple[str, ...] = ()
+    all_plans: bool = False
 
     @property
     def conditions(self) -> tuple[bool, ...]:
@@ -79,6 +73,8 @@ class Options(RankOptions):
 
     def cases(self) -> list[Case]:
         """All cases, by suite and M: some competitors are prepared for both together."""
+        if self.shapes:
+            return [suites.of_shape(text, self.tp) for text in self.shapes]
         return [
             case
             for suite in self.suites
@@ -90,7 +86,7 @@ class Options(RankOptions):
 
 def parsed(
     *, suite: str | None, pattern: str | None, M: str | None, rounds: int | None,
-    scale: int | None, tp: int | None, device: str, candidates: str, **others: Any,
+    scale: int | None, tp: int | None, device: str, candidates: str, shapes: str, **others: Any,
 ) -> Options:  # fmt: skip
     """The options of the command line, None for what was not given there. `BadInput` for what
     this machine cannot measure.
@@ -104,7 +100,8 @@ def parsed(
         option_values.numbers("--M", chosen["M"]),
         candidates=option_values.names("--candidates", candidates, KNOWN) if candidates else (),
         rounds=chosen["rounds"], scale=chosen["scale"], device=device,
-        tp=machine.ranks(device, tp, TRIAL), **others,
+        tp=machine.ranks(device, tp, TRIAL), shapes=tuple(shapes.split(",")) if shapes else (),
+        **others,
     )  # fmt: skip
     cases = options.cases()
     if not cases:
@@ -117,17 +114,11 @@ def parsed(
 
 @dataclass(frozen=True)
 class OperationOptions(RankOptions):
-    """What to measure: `names` of OPERATIONS, and of those the cases whose text has `only`.
-
-    After `time_limit_s` no further case is started; soon afterwards the process ends.
-    """
+    """What to measure: `names` of OPERATIONS, and of those the cases whose text has `only`."""
 
     names: tuple[str, ...]
-    out: str
     only: str = ""
     rounds: int = 12
-    time_limit_s: float | None = None
-    commit: str = ""
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.names if name not in OPERATIONS]:
@@ -138,7 +129,6 @@ class OperationOptions(RankOptions):
 class TraceOptions(RankOptions):
     """One layer y[M, N] = x[M, K] w[N, K]^T on `tp` ranks, traced into the folder `out`."""
 
-    out: str
     layer: str
     M: int
     N: int
@@ -160,7 +150,7 @@ class TraceOptions(RankOptions):
             machine.check_interpreted([(self.M, *local)], "smaller --M, --N, --K or none of them")
 
 
-def traced(layer: str, device: str, M: int | None, N: int | None, K: int | None) -> dict[str, int]:
+def traced(layer: str, device: str, M: int | None, N: int | None, K: int | None) -> dict[str, Any]:
     """What was given, and defaults for the rest."""
     default_M, wide, narrow = TRACED.get(device, TRACED["cuda"])
     default_N, default_K = (wide, narrow) if layer == "column" else (narrow, wide)

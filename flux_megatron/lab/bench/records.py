@@ -1,19 +1,14 @@
-"""Rows of measurements: one JSON object a line, one row a case and candidate; and E. No torch.
+"""What is in the bench's rows, one a case and candidate; and E. No torch.
 
 A row has everything that its time depends on, and neither a host's name nor a path.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
-
-from flux_megatron import option_values
 
 IN_A_GRAPH = "_graph"  # ends the name of a candidate that is replayed from a CUDA graph
 LIBRARY, OURS, COMPETITOR = "library", "ours", "peer"  # roles of candidates, as rows spell them
@@ -22,7 +17,7 @@ OK, WRONG, FAILED, UNSUPPORTED, MISSING = "ok", "wrong", "failed", "unsupported"
 
 @dataclass(frozen=True)
 class Provenance:
-    """What is the same for all rows of a run but the clocks, taken after each case on rank 0.
+    """What is the same for all rows of a run but the clocks, taken after a case on rank 0.
 
     `nvls` says whether NVLink multicast was allowed; `max_connections` is
     CUDA_DEVICE_MAX_CONNECTIONS or "unset".
@@ -76,33 +71,12 @@ class Row:
     allowed: list[float | None]
     times_us: list[float]
     median_us: float | None
-    min_us: float | None
-    p20_us: float | None
-    p80_us: float | None
     gemm_us: float | None
     serial_us: float | None
     efficiency: float | None
     host_us: float | None
     plan: dict[str, Any] | None
-    provenance: Provenance
     beside: bool = False
-
-    @property
-    def case(self) -> tuple[str, str, str, int]:
-        return self.suite, self.pattern, self.op, self.M
-
-
-def append(path: Path, rows: Iterable[Row]) -> None:
-    """Add rows to a file; whole lines only, so that a run can stop between two calls."""
-    text = "".join(json.dumps(asdict(row), separators=(",", ":")) + "\n" for row in rows)
-    with option_values.writing("--out", path), path.open("a") as file:
-        file.write(text)
-
-
-def load(path: Path) -> list[Row]:
-    """The rows of a file that `append` has written."""
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    return [Row(**row | {"provenance": Provenance(**row["provenance"])}) for row in found]
 
 
 @dataclass(frozen=True)
@@ -135,10 +109,3 @@ def baselines(medians_us: Mapping[str, float]) -> Baselines | None:
     gemm = min(medians_us["gemm"], medians_us.get("ours_gemm", medians_us["gemm"]))
     serial = min(medians_us["serial"], medians_us.get("serial" + IN_A_GRAPH, math.inf))
     return Baselines(gemm, gemm + serial - medians_us["gemm"])
-
-
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Linear between the values next to it; None of none."""
-    if len(values) < 2:
-        return values[0] if values else None
-    return statistics.quantiles(values, n=100, method="inclusive")[round(percent) - 1]

@@ -6,20 +6,16 @@ import json
 import math
 import os
 import statistics
-import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cache
-from pathlib import Path
 
 import torch
-from rich.table import Table
-from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
-from flux_megatron.lab.bench import provenance, records
+from flux_megatron.lab.bench import records
 from flux_megatron.lab.bench.backward import AllReducedBackward, Backward
 from flux_megatron.lab.bench.candidates import Candidate, host_time_us, in_graphs
 from flux_megatron.lab.bench.competitors import Competitor, all_competitors
@@ -27,13 +23,12 @@ from flux_megatron.lab.bench.forward import Forward
 from flux_megatron.lab.bench.options import BASELINES, Options
 from flux_megatron.lab.bench.records import (
     COMPETITOR,
+    LIBRARY,
     MISSING,
     OK,
     OURS,
-    Provenance,
     Row,
     baselines,
-    percentile,
 )
 from flux_megatron.lab.bench.suites import PEERS, Case
 from flux_megatron.lab.bench.table_run import Run
@@ -43,48 +38,45 @@ from flux_megatron.tuning.timing import Race, race
 WITH_HOST_TIME = ("auto", "serial")
 # the experiments that are more than one GEMM, by pattern
 KINDS: dict[str, type[Backward]] = {"backward": Backward, "backward_ar": AllReducedBackward}
-Show = Callable[[Case, list[Row]], None]
 
 
-def run(options: Options, group: ProcessGroup, device: torch.device, show: Show) -> None:
-    """Measure every case; rank 0 appends its rows and shows them. Stops between two cases when the
-    time is up.
+def measure_all(options: Options, run: Run) -> None:
+    """Measure every case; rank 0 appends its rows and prints a line. Stops between two cases when
+    the time is up.
     """
-    limit_s = math.inf if options.time_limit_s is None else options.time_limit_s
-    end_s = time.monotonic() + limit_s
-    torch.manual_seed(1 + group.rank())
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    about = provenance.describe(
-        device, group.size(), dtype, options.scale, options.nvls, options.commit
-    )
+    torch.manual_seed(1 + run.group.rank())
     competitors = {competitor: competitor.unavailable() for competitor in all_competitors()}
     for competitor, reason in competitors.items():
-        if reason and group.rank() == 0:
+        if reason and run.first:
             warnings.warn(f"{competitor.name}: {reason}", stacklevel=2)
-    for case in options.cases():
-        if not Run(group, device, about, end_s=end_s).time_left():
+    cases = options.cases()
+    for number, case in enumerate(cases, start=1):
+        if not run.time_left():
             break
-        for rows in measure(case, options, group, device, dtype, competitors, about):
-            if group.rank() == 0:
-                records.append(Path(options.out), rows)
-                show(case, rows)
+        for rows in measure(case, options, run, competitors):
+            if run.first:
+                for row in rows:
+                    run.row("operators", **asdict(row))
+                print(f"{number} of {len(cases)}: {line(case, rows)}", flush=True)
 
 
 def measure(
-    case: Case, options: Options, group: ProcessGroup, device: torch.device, dtype: torch.dtype,
-    competitors: Mapping[Competitor, str | None], about: Provenance,
-) -> Iterator[list[Row]]:  # fmt: skip
-    """The rows of one case for each condition, one a candidate; without clocks on ranks but 0."""
+    case: Case, options: Options, run: Run, competitors: Mapping[Competitor, str | None]
+) -> Iterator[list[Row]]:
+    """The rows of one case for each condition, one a candidate."""
+    device, dtype = run.device, getattr(torch, run.about.dtype)
     own = _own_stream(device) if options.graphs and device.type == "cuda" else None
     with torch.cuda.stream(own):
-        experiment = KINDS.get(case.pattern, Forward)(case, group, device, dtype)
+        experiment = KINDS.get(case.pattern, Forward)(case, run.group, device, dtype)
         every = [*experiment.candidates(), *_of_competitors(experiment, competitors)]
     known = (*BASELINES, *options.candidates)
     chosen = [one for one in every if not options.candidates or one.name in known]
+    if options.all_plans and isinstance(experiment, Forward) and case.pattern != "gemm":
+        chosen += experiment.all_plans()
     for beside in options.conditions:
         replayed = [*in_graphs(chosen, device)] if options.graphs else []
         with _plans_for(beside), torch.cuda.stream(own):
-            rows = _measure(experiment, [*chosen, *replayed], beside, options.rounds, about)
+            rows = _measure(experiment, [*chosen, *replayed], beside, options.rounds)
         yield rows
 
 
@@ -130,9 +122,8 @@ def _raise(error: Exception) -> Callable[[], tuple[torch.Tensor, ...]]:
 
 
 def _measure(
-    experiment: Forward | Backward, chosen: list[Candidate], beside: bool, rounds: int,
-    about: Provenance,
-) -> list[Row]:  # fmt: skip
+    experiment: Forward | Backward, chosen: list[Candidate], beside: bool, rounds: int
+) -> list[Row]:
     case, group, device = experiment.case, experiment.group, experiment.device
     verdicts = examine(experiment, chosen, group)
     calls = {c.name: c.call for c in chosen if c.call and verdicts[c.name].right}
@@ -141,8 +132,6 @@ def _measure(
     with_host = [n for n in WITH_HOST_TIME if n in timed and device.type == "cuda"]
     host_us = {name: host_time_us(calls[name], device) for name in with_host}
     plans = {c.name: json.loads(c.plan()) for c in chosen if c.plan and c.name in timed}
-    if group.rank() == 0:
-        about = provenance.with_clocks(about, device)
     medians = {name: statistics.median(times) for name, times in timed.items()}
     against, rows = baselines(medians), []
     for one in chosen:
@@ -155,12 +144,11 @@ def _measure(
             one.name, one.role, *_status(one, verdict, raced),
             errors=[_rounded(error) for error in verdict.errors],
             allowed=[_rounded(error) for error in verdict.allowed],
-            times_us=times, median_us=_tenth(median), min_us=min(times, default=None),
-            p20_us=_tenth(percentile(times, 20)), p80_us=_tenth(percentile(times, 80)),
+            times_us=times, median_us=_tenth(median),
             gemm_us=_tenth(against.gemm if against else None),
             serial_us=_tenth(against.serial if against else None),
             efficiency=None if E is None else round(E, 4), host_us=_tenth(host_us.get(one.name)),
-            plan=plans.get(one.name), provenance=about, beside=beside,
+            plan=plans.get(one.name), beside=beside,
         )  # fmt: skip
         rows.append(row)
     return rows
@@ -190,38 +178,23 @@ def _rounded(error: float) -> float | None:
     return float(f"{error:.3g}") if math.isfinite(error) else None
 
 
-def result_table() -> Table:
-    """A line a case: the baselines, ours, and the fastest competitor, with E in brackets."""
-    made = Table("case", "M", title="microseconds (E)", title_justify="left")
-    for name in ("gemm", "serial", "auto", "best of ours", "best competitor"):
-        made.add_column(name, justify="right")
-    return made
+def line(case: Case, rows: list[Row]) -> str:
+    """Microseconds of the baselines, of ours, and of the fastest competitor, with E in brackets;
+    then what is to be known of others.
+    """
+    right = {row.candidate: row for row in rows if row.median_us is not None}
+    shown = [right[name] for name in ("gemm", "serial", "auto") if name in right]
+    for role in (OURS, COMPETITOR):
+        some = [row for row in right.values() if row.role == role and row.candidate != "auto"]
+        shown += sorted(some, key=lambda row: row.median_us or 0.0)[:1]
+    remarks = [
+        f"\n    {row.candidate} {row.status}: {row.reason}" for row in rows
+        if (row.status not in (OK, MISSING) and row.role == COMPETITOR)
+        or (row.status == OK and row.reason)
+    ]  # fmt: skip
+    return f"{case}{', beside' * rows[0].beside}: {', '.join(map(_cell, shown))}{''.join(remarks)}"
 
 
-def show_in(made: Table, options: Options) -> Show:
-    """What says that a case is done, and adds its line."""
-    total = len(options.cases()) * len(options.conditions)
-
-    def show(case: Case, rows: list[Row]) -> None:
-        beside = ", beside" * rows[0].beside
-        print(f"{made.row_count + 1} of {total}: {case}{beside}", file=sys.stderr, flush=True)
-        for row in rows:
-            of_competitor = row.status not in (OK, MISSING) and row.role == COMPETITOR
-            if of_competitor or (row.status == OK and row.reason):
-                print(f"{case}: {row.candidate} {row.status}: {row.reason}", flush=True)
-        right = {row.candidate: row for row in rows if row.median_us is not None}
-        cells = [_cell(right.get(name)) for name in ("gemm", "serial", "auto")]
-        for role in (OURS, COMPETITOR):
-            some = [row for row in right.values() if row.role == role and row.candidate != "auto"]
-            best = min(some, key=lambda row: row.median_us or 0.0, default=None)
-            cells.append(f"{best.candidate} {_cell(best)}" if best else "-")
-        made.add_row(f"{case.suite} {case.pattern} {case.op}{beside}", str(case.M), *cells)
-
-    return show
-
-
-def _cell(row: Row | None) -> str:
-    if row is None:
-        return "-"
-    hidden = "" if row.efficiency is None or row.role == "library" else f" ({row.efficiency:.2f})"
-    return f"{row.median_us:.0f}{hidden}"
+def _cell(row: Row) -> str:
+    hidden = "" if row.efficiency is None or row.role == LIBRARY else f" ({row.efficiency:.2f})"
+    return f"{row.candidate} {row.median_us:.0f}{hidden}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
-from flux_megatron import patterns
+from flux_megatron import option_values, patterns
 from flux_megatron.errors import BadInput
 from flux_megatron.patterns import Pattern, PatternSpec
 from flux_megatron.tune_command.widths import MODELS, Model
@@ -12,7 +13,7 @@ from flux_megatron.tune_command.widths import MODELS, Model
 PATTERNS = (*map(str, Pattern), "backward", "backward_ar", "gemm")
 BACKWARDS = ("backward", "backward_ar")
 WHOLE_TOKENS = ("gemm_ar", "backward_ar", "gemm")  # M is not divided over the ranks
-_ALONE = PatternSpec("GEMM", dual="")
+_ALONE = PatternSpec()
 # candidates of other libraries, by their names and patterns
 PEERS: dict[str, dict[str, tuple[str, ...]]] = {
     "async_tp": dict.fromkeys(("ag_gemm", "gemm_rs", "backward"), ("async_tp",)),
@@ -101,6 +102,23 @@ def cases(
         for M in sorted(set(Ms), reverse=True)
         for op, N, K, layout in layers
     ]
+
+
+def of_shape(text: str, world_size: int) -> Case:
+    """A case of no model: "gemm_rs 1536x8192x2048", M x N x K of one rank's GEMM in a forward."""
+    pattern, _, sizes = text.strip().partition(" ")
+    option_values.names("--shapes", pattern, map(str, Pattern))
+    given = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", sizes)
+    M, N, K = map(int, given.groups()) if given else (0, 0, 0)
+    case = Case("shapes", pattern, f"{N}x{K}", M, N, K, "nt", world_size)
+    if not given or (M % world_size and pattern not in WHOLE_TOKENS):
+        expected = f"PATTERN MxNxK with M a multiple of the {world_size} ranks expected"
+        raise BadInput(f"--shapes {text!r} given, {expected}")
+    return replace(
+        case,
+        N=N * world_size if case.spec.gathers else N,
+        K=K * world_size if case.spec.reduces else K,
+    )
 
 
 def _layers(suite: Suite, model: Model, pattern: str) -> list[tuple[str, int, int, str]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,6 +17,13 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron import option_values
 from flux_megatron.lab.bench import provenance
+
+
+def append(out: Path, rows: Iterable[object]) -> None:
+    """A line a row; whole lines only, so that a run can stop between two of them."""
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    with option_values.writing("--out", out), out.open("a") as file:
+        file.write(text)
 
 
 @dataclass
@@ -38,8 +45,7 @@ class Run:
         about = asdict(provenance.with_clocks(self.about, self.device))
         row = {"table": table, **values, "tp": self.group.size(), **about}
         if self.first and self.out is not None:
-            with option_values.writing("--out", self.out), self.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            append(self.out, [row])
         return row
 
     def say(self, text: str) -> None:

@@ -1,6 +1,4 @@
-"""A rank of a traced run: `python -m flux_megatron.lab.bench.trace OPTIONS`, by us or by torchrun.
-
-OPTIONS is `TraceOptions` as JSON. Each rank writes the trace of torch's profiler; rank 0 prints how
+"""One rank of `flux-megatron trace`: it writes the trace of torch's profiler, and rank 0 prints how
 much of the communication was hidden.
 """
 
@@ -13,21 +11,19 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.autograd import DeviceType
 from torch.distributed import ProcessGroup
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from flux_megatron import settings
+from flux_megatron.lab.bench.backward import Backward
 from flux_megatron.lab.bench.candidates import BEHIND_SLEEP
 from flux_megatron.lab.bench.options import TraceOptions
+from flux_megatron.lab.bench.suites import Case
 from flux_megatron.lab.bench.worker import joined
-from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.overlap.phase import PREFIX
 from flux_megatron.symm import objects, workspace
-from flux_megatron.tune_command.rank_processes import as_rank
 from flux_megatron.tuning.timing import AFTER_ALIGNMENT
-from flux_megatron.wgrad import accumulate_wgrad_by_torch
 
 WARMUP = 3  # steps; and as many while the profiler is warming up
 COMPUTE, COMMUNICATION, WAIT = "compute", "communication", "wait"
@@ -54,27 +50,14 @@ def step_of(
     options: TraceOptions, group: ProcessGroup, device: torch.device
 ) -> Callable[[], object]:
     """Forward and backward of one layer on operands of this rank."""
-    R = group.size()
-    M, N, K = options.M, options.N, options.K
-    column = options.layer == "column"
-    shapes = ((M, K // R), (N, K // R), (M // R, N))
-    if column:
-        shapes = ((M // R, K), (N // R, K), (M, N // R))
+    op = "fc1" if options.layer == "column" else "fc2"
+    sizes = options.M, options.N, options.K
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    x, w, dy = (torch.randn(shape, dtype=dtype, device=device) * 0.1 for shape in shapes)
-    x.requires_grad_()
-    w.requires_grad_()
-    main_grad = torch.zeros(w.shape, dtype=torch.float32, device=device)
-
-    def wgrad(w: Tensor, dy: Tensor, x: Tensor) -> None:
-        accumulate_wgrad_by_torch(main_grad, dy, x)
+    layer = Backward(Case("trace", "backward", op, *sizes, "nn", options.tp), group, device, dtype)
+    operands = layer.x, layer.w
 
     def step() -> object:
-        if column:
-            y = column_parallel_linear(x, w, None, group=group, wgrad=wgrad)
-        else:
-            y = row_parallel_linear(x, w, group=group, wgrad=wgrad)
-        return torch.autograd.grad(y, (x, w), dy, allow_unused=True)
+        return torch.autograd.grad(layer.forward(), operands, layer.dy, allow_unused=True)
 
     return step
 
@@ -83,13 +66,14 @@ def main(options: TraceOptions) -> None:
     """Trace as rank RANK of WORLD_SIZE (torchrun's variables)."""
     os.environ["FLUX_MEGATRON_STRATEGY"] = options.strategy
     settings.reload()
-    with joined(options) as (group, device):
-        if group.rank() == 0:
+    with joined(options) as run:
+        if run.first:
             print(f"{2 * WARMUP} steps to warm up, one to record", file=sys.stderr, flush=True)
-        profiler = _traced(step_of(options, group, device), group, device)
-        profiler.export_chrome_trace(f"{options.out}/trace_rank-{group.rank()}.json")
-        summaries = objects.all_gather(summarize(profiler.events()), group)
-        if group.rank() == 0:
+        step = step_of(options, run.group, run.device)
+        profiler = _traced(step, run.group, run.device)
+        profiler.export_chrome_trace(f"{options.out}/trace_rank-{run.group.rank()}.json")
+        summaries = objects.all_gather(summarize(profiler.events()), run.group)
+        if run.first:
             _print(options, summaries)
 
 
@@ -172,7 +156,3 @@ def _print(options: TraceOptions, summaries: Sequence[Summary]) -> None:
             f"communication {of.communication:.1f}, hidden {share}"
         )
     print(f"{options.out}: trace_rank-*.json, for https://ui.perfetto.dev")
-
-
-if __name__ == "__main__":
-    as_rank(main, TraceOptions.loads(sys.argv[1]), "trace")

@@ -84,6 +84,7 @@ def _trained(folder: Path, tp: int | None) -> tuple[Any, Path]:
     from pydantic import ValidationError
 
     from flux_megatron.lab.train import config, run_folder
+    from flux_megatron.launch import schema
 
     is_step = folder.name.startswith("step_")
     trained = run_folder.recorded(folder.parent.parent if is_step else folder, "--checkpoint")
@@ -96,7 +97,7 @@ def _trained(folder: Path, tp: int | None) -> tuple[Any, Path]:
     try:
         return config.TrainConfig.model_validate(changed), found
     except ValidationError as error:
-        raise BadInput(f"--tp {tp} given: {config.described(error)}") from None
+        raise BadInput(f"--tp {tp} given: {schema.said(error)}") from None
 
 
 def _check_prompts(prompts: list[str], tokens: int, most: int) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import typer
 
+from flux_megatron.lab.bench.table_run import append
 from flux_megatron.lab.bench.trace import length, union
 
 NAMES = 25
@@ -103,8 +104,7 @@ def main(out: Path, traces: list[Path]) -> None:
         if not found:
             raise typer.BadParameter(f"{trace} has nothing that ran on a GPU")
         row = {"what": "breakdown", "trace": trace.name, **shares(found)}
-        with out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append(out, [row])
         kept = ("trace", "span_us", "idle_us", "communication_alone_us", "by_kind_us")
         print({key: row[key] for key in kept}, flush=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,34 +12,22 @@ from torch.distributed import ProcessGroup
 from flux_megatron import ops
 from flux_megatron.lab.measure.gpu_run import Run
 from flux_megatron.nn import ColumnParallelLinear, RowParallelLinear
-
-
-@dataclass(frozen=True)
-class Widths:
-    """Of a layer with gate and up, and with key-value heads of its own number."""
-
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def linears(self) -> tuple[tuple[bool, int, int], ...]:
-        """(gathers, N, K) of qkv, proj, fc1 and fc2, of all ranks together."""
-        attention = self.heads * self.head_dim
-        qkv = attention + 2 * self.kv_heads * self.head_dim
-        return (
-            (True, qkv, self.hidden), (False, self.hidden, attention),
-            (True, 2 * self.ffn, self.hidden), (False, self.hidden, self.ffn),
-        )  # fmt: skip
-
+from flux_megatron.tune_command.widths import Model, Widths
 
 MODELS = {
-    "qwen3-32b": Widths(5120, 25600, 64, 8, 128),
-    "qwen3-8b": Widths(4096, 12288, 32, 8, 128),
-    "small": Widths(16, 24, 4, 2, 4),
+    "qwen3-32b": Widths(5120, 25600, 64, 8, 128, swiglu=True),
+    "qwen3-8b": Widths(4096, 12288, 32, 8, 128, swiglu=True),
+    "small": Widths(16, 24, 4, 2, 4, swiglu=True),
 }
+
+
+def linears(model: Model) -> tuple[tuple[bool, int, int], ...]:
+    """(gathers, N, K) of qkv, proj, fc1 and fc2, of all ranks together."""
+    hidden = model.hidden
+    return (
+        (True, model.qkv, hidden), (False, hidden, model.attention),
+        (True, model.fc1, hidden), (False, hidden, model.ffn),
+    )  # fmt: skip
 
 
 class Linear:
@@ -83,7 +70,8 @@ class Layer:
 
     def __init__(self, run: Run, widths: Widths, largest: int, backward: bool) -> None:
         self.backward = backward
-        self.linears = [Linear(run, *one, largest, backward) for one in widths.linears]
+        model = widths.layers(run.group.size())
+        self.linears = [Linear(run, *one, largest, backward) for one in linears(model)]
         self.operands = [tensor for linear in self.linears for tensor in linear.operands]
 
     def take(self, M: int) -> None:

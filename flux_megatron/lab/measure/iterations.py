@@ -31,7 +31,6 @@ Prints a line a row, and appends the rows to the file. Measure plans before: `fl
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -45,6 +44,7 @@ from typing import Annotated
 
 import typer
 
+from flux_megatron.lab.bench.table_run import append
 from flux_megatron.lab.measure.megatron_jobs import (
     ARMS,
     BLOCK,
@@ -145,8 +145,7 @@ def main(
                 print(error, file=sys.stderr, flush=True)
                 good = False
                 continue
-            with out.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in found)
+            append(out, found)
             for row in found:
                 named = " ".join(f"{name} {row[name]}" for name in SHOWN)
                 print(f"{named} {row['median_ms']:.2f} ms", row.get("speedup", ""), flush=True)

@@ -42,6 +42,7 @@ from typing import Annotated, Any
 import typer
 
 from flux_megatron.lab.bench.provenance import WITHOUT_MULTICAST
+from flux_megatron.lab.bench.table_run import append
 
 CHECKOUT = Path(__file__).parents[3]
 SHAPES = "8192x14336x8192 nt,2048x14336x8192 nt,8192x14336x8192 nn,2048x14336x8192 nn"
@@ -148,8 +149,7 @@ def measure(trees: list[Tree], out: Path, shapes: str, only: str, rounds: int, e
             rows = [*rows_of(case, race(trees, case, rounds, end_s), about)]
             shown = (f"{row['tree']} {row['us']:8.1f} us {row['to_first']:6.3f}" for row in rows)
             print(f"{case:44}", *shown, sep="  ", flush=True)
-            with out.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+            append(out, rows)
     return wrong
 
 

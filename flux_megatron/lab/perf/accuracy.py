@@ -39,7 +39,7 @@ KNOWN_IN_FP8 = {
 
 
 def of(workload: Workload) -> Accuracy:
-    """What is known of predictions for this GPU and link, in FP8 or in 16 bits. `ValueError` as
+    """What is known of predictions for this GPU and link, in FP8 or in 16 bits. `BadInput` as
     `hardware.of`.
     """
     cluster, in_fp8 = workload.cluster, workload.training.fp8 != "none"

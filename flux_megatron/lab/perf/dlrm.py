@@ -5,13 +5,15 @@ Tables lie whole on nodes, each of which pools the bags of all samples; MLPs are
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from flux_megatron.lab.perf import scale_out
+from pydantic import Field
+
 from flux_megatron.lab.perf.scale_out import Network
+from flux_megatron.launch.workload import Count, CountFromZero, FromZero, Positive
 
 
 @dataclass(frozen=True)
@@ -22,13 +24,13 @@ class Dlrm:
     """
 
     name: str
-    tables: int
-    dim: int
-    pooling: float
-    bottom_layers: int
-    top_layers: int
-    width: int
-    interaction_passes: float
+    tables: Count
+    dim: Count
+    pooling: Positive
+    bottom_layers: CountFromZero
+    top_layers: Count
+    width: Count
+    interaction_passes: FromZero
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,10 @@ class Gpu:
     """
 
     name: str
-    sms: int
-    tflops: float  # dense, in the step's dtype
-    memory_gbps: float
-    lookup_factor: float
+    sms: Count
+    tflops: Positive  # dense, in the step's dtype
+    memory_gbps: Positive
+    lookup_factor: Positive
 
 
 @dataclass(frozen=True)
@@ -54,15 +56,15 @@ class Step:
     time of pooling over the lookup's, in arm `fused`.
     """
 
-    global_batch: int
+    global_batch: Count
     dtype: Literal["float32", "bfloat16"]
-    slices: int
-    update_ratio: float
-    sort_share: float
+    slices: Count
+    update_ratio: FromZero
+    sort_share: Annotated[float, Field(ge=0, le=1)]
     layout_copies: bool
     bottom_beside: bool
-    layers_per_sum: int
-    fused_slowdown: float
+    layers_per_sum: Count
+    fused_slowdown: Annotated[float, Field(ge=1)]
 
 
 @dataclass(frozen=True)
@@ -74,30 +76,14 @@ class Study:
 
 
 def broken(study: Study) -> Iterator[tuple[str, str]]:
-    """(dotted key, what is wrong) of each rule that the values break."""
-    may_be_zero = {"interaction_passes", "update_ratio", "sort_share", "bottom_layers"}
-    for section in ("model", "gpu", "step"):
-        yield from _signs(section, getattr(study, section), may_be_zero)
-    if rule := scale_out.broken(study.network):
-        name, rest = rule.split(" ", 1)
-        yield f"network.{name}", rest
-        return
-    nodes = study.network.nodes
+    """(dotted key, what is wrong) of each rule between the values."""
+    network, nodes = study.network, study.network.nodes
+    given = f"{[*network.shape]} given"
+    if math.prod(network.shape) != nodes:
+        yield "network.shape", f"{given}, {nodes} nodes expected"
+    elif network.kind == "switch" and len(network.shape) != 1:
+        yield "network.shape", f"{given}, one number expected for a switch"
     if study.model.tables < nodes:
         yield "model.tables", f"{study.model.tables} given, at least one for each of {nodes} nodes"
     if study.step.global_batch % nodes:
         yield "step.global_batch", f"{study.step.global_batch} given, a multiple of {nodes} nodes"
-    if study.step.sort_share > 1:
-        yield "step.sort_share", f"{study.step.sort_share:g} given, at most 1 expected"
-    if 0 < study.step.fused_slowdown < 1:
-        yield "step.fused_slowdown", f"{study.step.fused_slowdown:g} given, at least 1 expected"
-
-
-def _signs(section: str, values: Any, may_be_zero: set[str]) -> Iterator[tuple[str, str]]:
-    for field in dataclasses.fields(values):
-        value = getattr(values, field.name)
-        if isinstance(value, (str, bool)):
-            continue
-        if value < 0 or (value == 0 and field.name not in may_be_zero):
-            least = "at least 0" if field.name in may_be_zero else "more than 0"
-            yield f"{section}.{field.name}", f"{value:g} given, {least} expected"

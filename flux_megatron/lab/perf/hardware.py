@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from flux_megatron.errors import BadInput
 from flux_megatron.lab.perf.flops import PEAK_TFLOPS
 from flux_megatron.launch.workload import FP8, Cluster, Link
 
@@ -141,14 +142,14 @@ GPUS = (H200, H100, H800, A100)
 
 
 def of(cluster: Cluster) -> Hardware:
-    """The facts of a cluster's GPU on its link. `ValueError` for an unknown one."""
+    """The facts of a cluster's GPU on its link. `BadInput` for an unknown one."""
     tokens = set(re.split(r"[^A-Z0-9]+", cluster.gpu.upper()))
     hardware = next((known for known in GPUS if known.name in tokens), None)
     if {"A100", "PCIE"} <= tokens:
         hardware = A100_PCIE
     if hardware is None or cluster.link.kind == "memory":
         known = ", ".join(known.name for known in (*GPUS, A100_PCIE))
-        raise ValueError(
+        raise BadInput(
             f"cluster {cluster.name}: gpu {cluster.gpu!r} on {cluster.link.kind} given, one of "
             f"{known} on nvlink or pcie expected"
         )
@@ -156,7 +157,7 @@ def of(cluster: Cluster) -> Hardware:
 
 
 def in_training(cluster: Cluster) -> Hardware:
-    """The same under the load of a training step, at its clocks. `ValueError` as `of`."""
+    """The same under the load of a training step, at its clocks. `BadInput` as `of`."""
     hardware = of(cluster)
     rates = {dtype: rate * hardware.sustained for dtype, rate in hardware.tflops.items()}
     return replace(hardware, tflops=rates)

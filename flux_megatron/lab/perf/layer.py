@@ -2,13 +2,13 @@
 
 Linear layers come from `linear`, attention from `attention`; the rest is bound by memory. Times are
 microseconds and include the tensor-parallel communication that stays exposed. Every function raises
-`ValueError` for a cluster without a GPU that `hardware` describes.
+`BadInput` for a cluster without a GPU that `hardware` describes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from flux_megatron.lab.perf import attention, linear, moe_layer, quantization
 from flux_megatron.lab.perf.collectives import all_reduce_us, collective_us
@@ -33,8 +33,7 @@ USERBUFFERS = "userbuffers"
 USERBUFFERS_US, USERBUFFERS_US_BY_GB = 306.44, 5378.1
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A piece of the model on one GPU; times include the exposed communication."""
 
     name: str

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+from flux_megatron.errors import BadInput
 from flux_megatron.lab.perf.collectives import collective_us
 from flux_megatron.lab.perf.hardware import of
 from flux_megatron.launch.workload import ELEMENT_BYTES, Nics, Workload
@@ -92,7 +93,7 @@ def share_gbps(nics: Nics, gpus: int) -> float:
 
 def _nics(workload: Workload) -> Nics:
     if workload.cluster.nics is None:
-        raise ValueError(
+        raise BadInput(
             f"cluster {workload.cluster.name} has no network cards, and {workload.parallel} does "
             f"not fit into a node of {workload.cluster.gpus_per_node} GPUs"
         )

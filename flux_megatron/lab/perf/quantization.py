@@ -14,7 +14,7 @@ from typing import NamedTuple
 from flux_megatron.lab.perf.collectives import all_reduce_us
 from flux_megatron.lab.perf.gemm import pass_us
 from flux_megatron.lab.perf.hardware import Hardware
-from flux_megatron.lab.perf.linear import Linear
+from flux_megatron.lab.perf.linear import Cost, Linear
 
 READ = 2  # bytes of an element; one more byte is written for a cast, and for a transpose
 
@@ -29,13 +29,6 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {"tensorwise": Recipe(looks=1, kernels=3), "delayed": Recipe(looks=0, kernels=1)}
-
-
-class Cost(NamedTuple):
-    forward_us: float
-    backward_us: float
-    forward_exposed_us: float
-    backward_exposed_us: float
 
 
 def cost(layer: Linear, name: str, hardware: Hardware, weights: float = 0.0) -> Cost:

@@ -6,9 +6,12 @@ Chunks of a collective are in all dimensions at once, so the slowest dimension d
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from flux_megatron.launch.workload import Count, FromZero, Positive
 
 
 @dataclass(frozen=True)
@@ -20,12 +23,12 @@ class Network:
     """
 
     kind: Literal["torus", "switch"]
-    nodes: int
-    shape: tuple[int, ...]
-    bandwidth_gbps: float
-    latency_us: float
-    efficiency: float = 1.0
-    message_us: float = 0.0
+    nodes: Annotated[int, Field(ge=2)]
+    shape: tuple[Count, ...]
+    bandwidth_gbps: Positive
+    latency_us: FromZero
+    efficiency: Annotated[float, Field(gt=0, le=1)] = 1.0
+    message_us: FromZero = 0.0
 
     @property
     def link_gbps(self) -> float:
@@ -72,22 +75,3 @@ def _ring_us(network: Network, size_bytes: float, nodes: int, links: int) -> flo
 def _mean_hops(size: int) -> float:
     """Between two nodes of a ring, themselves included, the shorter way."""
     return sum(min(step, size - step) for step in range(size)) / size
-
-
-def broken(network: Network) -> str | None:
-    """Which rule its values break."""
-    if network.nodes < 2:
-        return f"nodes {network.nodes} given, at least 2 expected"
-    if math.prod(network.shape) != network.nodes or min(network.shape, default=0) < 1:
-        return f"shape {list(network.shape)} given, {network.nodes} nodes expected"
-    if network.kind == "switch" and len(network.shape) != 1:
-        return f"shape {list(network.shape)} given, one number expected for a switch"
-    for name in ("bandwidth_gbps", "efficiency"):
-        if getattr(network, name) <= 0:
-            return f"{name} {getattr(network, name):g} given, more than 0 expected"
-    if network.efficiency > 1:
-        return f"efficiency {network.efficiency:g} given, at most 1 expected"
-    for name in ("latency_us", "message_us"):
-        if getattr(network, name) < 0:
-            return f"{name} {getattr(network, name):g} given, at least 0 expected"
-    return None

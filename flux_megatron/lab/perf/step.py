@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from flux_megatron.errors import BadInput
 from flux_megatron.lab.perf import flops, hardware, layer, network, schedule
 from flux_megatron.lab.perf.layer import Piece
 from flux_megatron.lab.perf.schedule import Buckets, Costs, Times
@@ -40,7 +41,7 @@ class Step:
 
 
 def predict(workload: Workload) -> Step:
-    """`ValueError` for a cluster without a GPU model, and for what cannot be shared out."""
+    """`BadInput` for a cluster without a GPU model, and for what cannot be shared out."""
     parts = schedule.closed_form(costs(workload))
     named = _work(workload)
     named |= {
@@ -66,20 +67,20 @@ def predict(workload: Workload) -> Step:
 
 
 def costs(workload: Workload) -> Costs:
-    """The times of the parts of a step. `ValueError` as `predict`."""
+    """The times of the parts of a step. `BadInput` as `predict`."""
     parallel, training = workload.parallel, workload.training
     if workload.micro_batches < 1:
-        raise ValueError(
+        raise BadInput(
             f"a global batch of {training.global_batch} is no micro-batch of "
             f"{training.micro_batch} for each of {parallel.dp} replicas"
         )
     if parallel.tp > workload.cluster.gpus_per_node:
-        raise ValueError(
+        raise BadInput(
             f"{parallel.tp} tensor-parallel ranks given: the cost model knows them within a node, "
             f"of {workload.cluster.gpus_per_node} GPUs"
         )
     if training.fp8 != "none" and FP8 not in hardware.of(workload.cluster).tflops:
-        raise ValueError(f"training.fp8 {training.fp8} given, {workload.cluster.gpu} has no FP8")
+        raise BadInput(f"training.fp8 {training.fp8} given, {workload.cluster.gpu} has no FP8")
     ranks = memory.stages(workload)
     pieces = _pieces(workload)
     return Costs(
@@ -107,23 +108,14 @@ def _pieces(workload: Workload) -> list[list[list[Piece]]]:
     pieces = []
     for stage in memory.stages(workload):
         count = stage.layers // chunks
-        rank = [[_times(piece, count) for piece in one] for _ in range(chunks)]
+        of_chunk = [Piece(piece.name, *(count * us for us in piece[1:])) for piece in one]
+        rank = [[*of_chunk] for _ in range(chunks)]
         if stage.has_embedding:
             rank[0].append(layer.embedding(workload))
         if stage.has_head:
             rank[-1].append(layer.head(workload))
         pieces.append(rank)
     return pieces
-
-
-def _times(piece: Piece, count: int) -> Piece:
-    return Piece(
-        piece.name,
-        piece.forward_us * count,
-        piece.backward_us * count,
-        piece.forward_exposed_us * count,
-        piece.backward_exposed_us * count,
-    )
 
 
 def _work(workload: Workload) -> dict[str, float]:

@@ -22,21 +22,15 @@ def results(
     from rich.console import Console
 
     from flux_megatron import option_values
-    from flux_megatron.errors import BadInput
     from flux_megatron.lab.results import plot, tables
-    from flux_megatron.lab.results.iterations import ResultsError
     from flux_megatron.lab.results.report import read, reports
 
-    try:
-        option_values.number("--loss-bound", loss_bound, zero=True, unit="nats")
-        found = reports([one for run in runs for one in read(run)], loss_bound)
-        if json_ is not None:
-            option_values.json_target(json_)
-        if out is not None:
-            option_values.folder("--out", out)
-    except (ResultsError, BadInput) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    option_values.number("--loss-bound", loss_bound, zero=True, unit="nats")
+    found = reports([one for run in runs for one in read(run)], loss_bound)
+    if json_ is not None:
+        option_values.json_target(json_)
+    if out is not None:
+        option_values.folder("--out", out)
     # what a program reads on stdout has no table in it
     console = Console(stderr=json_ == option_values.STDOUT)
     if not console.is_terminal:

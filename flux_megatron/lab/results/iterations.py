@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from flux_megatron.errors import BadInput
 
-class ResultsError(ValueError):
+
+class ResultsError(BadInput):
     """A run that cannot be read; names the file, and the line of it that is to blame."""
 
 

@@ -96,7 +96,7 @@ class Report:
 def read(run: Path) -> list[Run]:
     """The run, or where its arms alternate all its rounds, of which the last may not have begun.
 
-    `ResultsError` where there is no experiment, no iteration, or a line that cannot be read.
+    `BadInput` where there is no experiment, no iteration, or a line that cannot be read.
     """
     found = [_read(folder) for folder in run_folder.of_run(run)]
     if not any(one.arms for one in found):
@@ -106,10 +106,7 @@ def read(run: Path) -> list[Run]:
 
 
 def _read(folder: Path) -> Run:
-    try:
-        experiment = run_folder.read(folder)
-    except ValueError as error:
-        raise ResultsError(str(error)) from None
+    experiment = run_folder.read(folder)
     arms: dict[Arm, Series] = {}
     for arm, workload in experiment.arms.items():
         if experiment.program == "train":

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flux_megatron.errors import BadInput
 from flux_megatron.lab.simulate import given
 
 if TYPE_CHECKING:
@@ -66,25 +67,26 @@ def simulate(
     from flux_megatron import option_values
     from flux_megatron.lab.simulate import dlrm_tables, predictions, study, tables
 
-    of_options = given.Given(gpu, tp, dp, hidden, layers, heads, kv_heads, ffn, vocab, seq_length,
-                             swiglu, micro_batch)  # fmt: skip
-    try:
-        name, overrides = _what(name, of_options, set_ or [])
-        if json_ is not None:
-            option_values.json_target(json_)
-        if study.is_study(name):
-            if arm:
-                raise ValueError(f"{name}: --set, --sweep and --json expected with a study")
-            of_study = study.load(name, overrides)
-            shown = [*dlrm_tables.shown(of_study, sweep)]
-            plain = dlrm_tables.plain(of_study, sweep)
-        else:
-            found = predictions.predict(name, overrides, arm or [], sweep)
-            shown = [*tables.tables(found), *tables.remarks(found, assumptions)]
-            plain = tables.plain(found)
-    except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    options = {
+        "cluster.gpu": gpu, "parallel.tp": tp, "parallel.dp": dp, "model.hidden": hidden,
+        "model.layers": layers, "model.heads": heads, "model.kv_heads": kv_heads, "model.ffn": ffn,
+        "model.vocab": vocab, "model.seq_length": seq_length, "model.swiglu": swiglu,
+        "training.micro_batch": micro_batch,
+    }  # fmt: skip
+    of_options = {key: value for key, value in options.items() if value is not None}
+    name, overrides = _what(name, of_options, set_ or [])
+    if json_ is not None:
+        option_values.json_target(json_)
+    if study.is_study(name):
+        if arm:
+            raise BadInput(f"{name}: --set, --sweep and --json expected with a study")
+        of_study = study.load(name, overrides)
+        shown = [*dlrm_tables.shown(of_study, sweep)]
+        plain = dlrm_tables.plain(of_study, sweep)
+    else:
+        found = predictions.predict(name, overrides, arm or [], sweep)
+        shown = [*tables.tables(found), *tables.remarks(found, assumptions)]
+        plain = tables.plain(found)
     if json_ != option_values.STDOUT:
         _print(shown)
     if json_ is not None:
@@ -92,19 +94,18 @@ def simulate(
 
 
 def _what(
-    name: str | None, of_options: given.Given, texts: list[str]
+    name: str | None, of_options: dict[str, Any], texts: list[str]
 ) -> tuple[str, dict[str, Any]]:
-    """The file and the values for it. `ValueError` unless one of the two is given."""
-    from flux_megatron.launch.experiment import parse_override
+    """The file and the values for it. `BadInput` unless one of the two is given."""
+    from flux_megatron import config_files
+    from flux_megatron.launch.experiment import EXAMPLE
 
     if name and of_options:
-        raise ValueError(
-            f"{name}: no --gpu, --tp, --hidden ... beside it; --set changes its values"
-        )
+        raise BadInput(f"{name}: no --gpu, --tp, --hidden ... beside it; --set changes its values")
     if not name and not of_options:
-        raise ValueError("an experiment, or --gpu H100 --tp 8 --hidden 8192 expected")
+        raise BadInput("an experiment, or --gpu H100 --tp 8 --hidden 8192 expected")
     overrides = {} if name else given.values(of_options)
-    return name or given.NAME, overrides | dict(map(parse_override, texts))
+    return name or given.NAME, overrides | config_files.overrides(texts, EXAMPLE)
 
 
 def _print(items: Iterable[str | Table]) -> None:

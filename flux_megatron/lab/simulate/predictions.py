@@ -18,11 +18,10 @@ Steps = dict[Arm, Step]
 
 @dataclass(frozen=True)
 class Alternative:
-    """The arms with one other value; without steps where the experiment's rules refuse it."""
+    """The arms with other values, by dotted keys; without steps where the rules refuse them."""
 
-    key: str
-    value: Any
-    steps: Steps
+    values: dict[str, Any]
+    steps: Mapping[Any, Any]  # what is predicted, by arm
     refused: str = ""
 
 
@@ -33,7 +32,6 @@ class Predictions:
     """
 
     experiment: Experiment
-    workloads: dict[Arm, Workload]
     steps: Steps
     alternatives: list[Alternative]
     is_published: bool
@@ -42,7 +40,7 @@ class Predictions:
     def baseline(self) -> Arm:
         return "megatron" if "megatron" in self.steps else next(iter(self.steps))
 
-    def speedups(self, arm: Arm, of: Steps | None = None) -> float:
+    def speedups(self, arm: Arm, of: Mapping[Arm, Step] | None = None) -> float:
         of = of or self.steps
         return of[self.baseline].step_us / of[arm].step_us
 
@@ -63,43 +61,36 @@ def predict(
 ) -> Predictions:
     """Of `arms`, or all without any; with `alternatives` too.
 
-    `ExperimentError` for what is wrong with the experiment, `ValueError` for an arm that it has
-    not and for a cluster that the cost model does not know.
+    `BadInput` for what is wrong with the experiment, for an arm that it has not, and for a cluster
+    that the cost model does not know.
     """
-    experiment = experiments.load(name, overrides)
-    chosen = [*arms] or [*experiment.arms]
-    if unknown := [arm for arm in chosen if arm not in experiment.arms]:
-        raise ValueError(f"{name} has arms {[*experiment.arms]}, {unknown} given")
-    workloads = _workloads(experiment, chosen)
+    experiment = experiments.load(name, overrides).only([*arms])
+    found = experiment.sweep if alternatives else {}
     return Predictions(
         experiment=experiment,
-        workloads=workloads,
-        steps=_steps(workloads),
+        steps=_steps(experiment),
         alternatives=[
-            _alternative(name, {**overrides, key: value}, key, chosen)
-            for key, values in (experiment.sweep if alternatives else {}).items()
+            _alternative(name, overrides, {key: value}, [*experiment.arms])
+            for key, values in found.items()
             for value in values
-            if not _is_current(workloads, key, value)
+            if not _is_current(experiment.arms, key, value)
         ],
         is_published=not overrides,
     )
 
 
-def _workloads(experiment: Experiment, arms: Iterable[str]) -> dict[Arm, Workload]:
-    return {arm: w for arm, w in experiment.arms.items() if arm in arms}
+def _steps(experiment: Experiment) -> Steps:
+    return {arm: steps.predict(workload) for arm, workload in experiment.arms.items()}
 
 
-def _steps(workloads: Mapping[Arm, Workload]) -> Steps:
-    return {arm: steps.predict(workload) for arm, workload in workloads.items()}
-
-
-def _alternative(name: str, overrides: Mapping[str, Any], key: str, arms: list[str]) -> Alternative:
-    value = overrides[key]
+def _alternative(
+    name: str, overrides: Mapping[str, Any], values: dict[str, Any], arms: list[Arm]
+) -> Alternative:
     try:
-        workloads = _workloads(experiments.load(name, overrides), arms)
+        experiment = experiments.load(name, {**overrides, **values}).only(arms)
     except ExperimentError as error:
-        return Alternative(key, value, {}, error.rules[0][1])
-    return Alternative(key, value, _steps(workloads))
+        return Alternative(values, {}, error.rules[0][1])
+    return Alternative(values, _steps(experiment))
 
 
 def _is_current(workloads: Mapping[Arm, Workload], key: str, value: Any) -> bool:

@@ -2,45 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from flux_megatron.lab.perf import accuracy
-from flux_megatron.lab.perf.step import Step
-from flux_megatron.lab.simulate.predictions import Predictions
+from flux_megatron.lab.simulate.predictions import Alternative, Predictions
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 GIB = 2**30
 A_NANOSECOND = 1e-3  # less is what rounding leaves
+ONE_AT_A_TIME = "\nOther values of what is assumed, one at a time"
 
 
 def tables(found: Predictions) -> Iterator[str | Table]:
     """Each table after its heading."""
     yield title(found)
-    yield accuracy.sentence(next(iter(found.workloads.values())))
-    yield _parts(found)
+    yield accuracy.sentence(next(iter(found.experiment.arms.values())))
+    yield parts(found.steps)
     yield _arms(found)
     if found.alternatives:
-        yield "\nOther values of what is assumed, one at a time"
-        yield _alternatives(found)
+        yield ONE_AT_A_TIME
+        table = others(
+            found.baseline, found.steps, found.alternatives, "speedup",
+            lambda arm, of: f"{found.speedups(arm, of):.3f}",
+        )  # fmt: skip
+        table.add_section()
+        compared = (arm for arm in found.steps if arm != found.baseline)
+        ranges = ("{:.3f} to {:.3f}".format(*found.range(arm)) for arm in compared)
+        table.add_row("all of them", "", *ranges)
+        yield table
 
 
-def _parts(found: Predictions) -> Table:
+def parts(steps: Mapping[Any, Any]) -> Table:
     """Two columns an arm: what a step consists of, in time and as a share."""
     from rich.table import Table
 
-    steps, unit = found.steps, _unit(found.steps.values())
+    unit = _unit(steps.values())
     table = Table("part of a step")
     for arm in steps:
         table.add_column(f"{arm}, {unit}", justify="right")
         table.add_column("%", justify="right")
     for name in dict.fromkeys(name for step in steps.values() for name in step.parts):
-        parts = [(step, step.parts.get(name, 0.0)) for step in steps.values()]
-        if any(us > A_NANOSECOND for _, us in parts):
-            cells = ((_time(us, unit), f"{us / step.step_us * 100:.1f}") for step, us in parts)
+        of_arms = [(step, step.parts.get(name, 0.0)) for step in steps.values()]
+        if any(us > A_NANOSECOND for _, us in of_arms):
+            cells = ((_time(us, unit), f"{us / step.step_us * 100:.1f}") for step, us in of_arms)
             table.add_row(name, *(cell for pair in cells for cell in pair))
     return table
 
@@ -70,25 +78,22 @@ def _arms(found: Predictions) -> Table:
     return table
 
 
-def _alternatives(found: Predictions) -> Table:
-    """A row for each other value: the step of the baseline, and what the other arms make of it."""
+def others(
+    baseline: str, steps: Mapping[Any, Any], alternatives: Iterable[Alternative], what: str,
+    figure: Callable[[Any, Mapping[Any, Any]], str],
+) -> Table:  # fmt: skip
+    """A row for other values: the step of the baseline, and the `figure` of every other arm."""
     from rich.table import Table
 
-    others = [arm for arm in found.steps if arm != found.baseline]
-    unit = _unit(found.steps.values())
-    headers = (f"{arm}: speedup" for arm in others)
-    table = Table("", f"{found.baseline}: step, {unit}", *headers)
-    for alternative in found.alternatives:
-        label = f"{alternative.key} = {alternative.value}"
-        if alternative.steps:
-            step = _time(alternative.steps[found.baseline].step_us, unit)
-            ratios = (f"{found.speedups(arm, alternative.steps):.3f}" for arm in others)
-            table.add_row(label, step, *ratios)
+    compared, unit = [arm for arm in steps if arm != baseline], _unit(steps.values())
+    table = Table("", f"{baseline}: step, {unit}", *(f"{arm}: {what}" for arm in compared))
+    for one in alternatives:
+        label = ", ".join(f"{key} = {value}" for key, value in one.values.items())
+        if one.steps:
+            step = _time(one.steps[baseline].step_us, unit)
+            table.add_row(label, step, *(figure(arm, one.steps) for arm in compared))
         else:
-            table.add_row(label, f"refused: {alternative.refused}")
-    table.add_section()
-    ranges = ("{:.3f} to {:.3f}".format(*found.range(arm)) for arm in others)
-    table.add_row("all of them", "", *ranges)
+            table.add_row(label, f"refused: {one.refused}")
     return table
 
 
@@ -123,25 +128,26 @@ def plain(found: Predictions) -> dict[str, Any]:
     return {
         "experiment": experiment.name,
         "paper": experiment.paper if found.is_published else {},
-        "error_of_the_model": asdict(accuracy.of(next(iter(found.workloads.values())))),
+        "error_of_the_model": asdict(accuracy.of(next(iter(found.experiment.arms.values())))),
         "assumed": experiment.assumed,
         "arms": {arm: asdict(step) for arm, step in found.steps.items()},
         "speedups": {arm: found.speedups(arm) for arm in found.steps},
         "alternatives": [
-            {
-                "key": alternative.key,
-                "value": alternative.value,
-                "refused": alternative.refused,
-                "step_us": {arm: step.step_us for arm, step in alternative.steps.items()},
-            }
+            {"key": key, "value": value, **figures(alternative)}
             for alternative in found.alternatives
+            for key, value in alternative.values.items()
         ],
     }
 
 
+def figures(alternative: Alternative) -> dict[str, Any]:
+    steps = {arm: step.step_us for arm, step in alternative.steps.items()}
+    return {"refused": alternative.refused, "step_us": steps}
+
+
 def title(found: Predictions) -> str:
     """The experiment, its GPUs and how they are split."""
-    workload = next(iter(found.workloads.values()))
+    workload = next(iter(found.experiment.arms.values()))
     parallel = workload.parallel
     return (
         f"{found.experiment.name}: {parallel.world_size} x {workload.cluster.gpu}, "
@@ -150,7 +156,7 @@ def title(found: Predictions) -> str:
     )
 
 
-def _unit(steps: Iterable[Step]) -> str:
+def _unit(steps: Iterable[Any]) -> str:
     """One for all times of a table."""
     return "s" if max((step.step_us for step in steps), default=0.0) >= 1e7 else "ms"
 

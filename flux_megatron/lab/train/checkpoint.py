@@ -16,7 +16,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel
 
-from flux_megatron.lab.train import run_folder
+from flux_megatron import option_values
 from flux_megatron.lab.train.model import Trainee
 
 # else Megatron starts a process to serve one, which outlives a rank that is killed
@@ -32,7 +32,7 @@ def save(out: Path, trainee: Trainee, step: int) -> None:
     dist.barrier()
     dist_checkpointing.save(_state(trainee, is_loading=False) | {"step": step}, str(folder))
     if dist.get_rank() == 0:
-        run_folder.replace(folder.with_name("latest"), f"{folder.name}\n")
+        option_values.replace(folder.with_name("latest"), f"{folder.name}\n")
     dist.barrier()
 
 

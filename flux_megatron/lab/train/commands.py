@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flux_megatron import command_errors, option_values
+from flux_megatron import command_errors, config_files, option_values
 
 
 def train(
@@ -35,7 +35,7 @@ def train(
     from flux_megatron.lab.train import config as configs
     from flux_megatron.lab.train import ranks
 
-    overrides: dict[str, Any] = dict(map(configs.parse_override, set_ or []))
+    overrides: dict[str, Any] = config_files.overrides(set_ or [], "train.lr=0.001")
     flags = {"parallel.tp": tp, "train.steps": steps, "data.path": data}
     overrides |= {key: value for key, value in flags.items() if value is not None}
     if overrides.get("data.path") is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from flux_megatron import config_files
 from flux_megatron.errors import BadInput
+from flux_megatron.launch import schema
 
 BYTE_VOCAB = 257  # 256 bytes and the end-of-document token
 PADDED_VOCAB = 320  # the same for all `tp`, as the loss is one over all rows
@@ -142,44 +142,8 @@ def load(file: Path, overrides: dict[str, Any]) -> TrainConfig:
     shipped = config_files.configs() / "train" / f"{file}.yaml"
     try:
         values = config_files.read(shipped if shipped.is_file() and not file.exists() else file)
-        return TrainConfig.model_validate(_nested(config_files.flat(values) | overrides))
+        return TrainConfig.model_validate(config_files.merge(values, overrides))
     except ValidationError as error:
-        raise BadInput(f"{file}: {described(error)}") from None
-    except (AttributeError, TypeError):
-        raise BadInput(f"--set {', '.join(overrides)}: a key below one that has a value") from None
+        raise BadInput(f"{file}: {schema.said(error)}") from None
     except ValueError as error:
         raise BadInput(f"--config {file}: {error}; a YAML file, demo or h200 expected") from None
-
-
-def parse_override(text: str) -> tuple[str, Any]:
-    """`model.hidden=128` -> ("model.hidden", 128), the value read as YAML."""
-    try:
-        return config_files.parse_override(text, example="train.lr=0.001")
-    except ValueError as error:
-        raise BadInput(f"--set: {error}") from None
-
-
-def described(error: ValidationError) -> str:
-    """Of each error the key, what is expected, and what is given."""
-    found = []
-    for one in error.errors():
-        key = "".join(f"{part}." for part in one["loc"])[:-1]
-        said = f"{key}: {one['msg']}" if key else one["msg"].removeprefix("Value error, ")
-        whole = one["type"] == "missing" or not key  # then the input is all that is around
-        found.append(said if whole else f"{said}, {one['input']!r} given")
-    return "; ".join(found)
-
-
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `config_files.flat`."""
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        *sections, name = key.split(".")
-        here = tree
-        for section in sections:
-            here = here.setdefault(section, {})
-        if value == {}:
-            here.setdefault(name, {})  # a new one: it may be filled
-        else:
-            here[name] = value
-    return tree

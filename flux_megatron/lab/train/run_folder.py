@@ -6,7 +6,6 @@ config.json  metrics.jsonl  summary.json  loss.png  data/  checkpoints/  logs/
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from pydantic import ValidationError
 
 from flux_megatron import config_files, option_values
 from flux_megatron.errors import BadInput
-from flux_megatron.lab.train.config import MAY_CHANGE, TrainConfig, described
+from flux_megatron.lab.train.config import MAY_CHANGE, TrainConfig
+from flux_megatron.launch import schema
 
 CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
 OF_A_START = {CONFIG, "data", "logs"}  # what a run leaves that has done no step
@@ -42,7 +42,7 @@ def recorded(out: Path, option: str) -> TrainConfig:
             f"{option} {out} given, the folder of a run expected ({CONFIG}: {error.strerror})"
         ) from None
     except ValidationError as error:
-        raise BadInput(f"{out / CONFIG} cannot be read: {described(error)}") from None
+        raise BadInput(f"{out / CONFIG} cannot be read: {schema.said(error)}") from None
 
 
 def latest(out: Path) -> Path | None:
@@ -58,14 +58,7 @@ def latest(out: Path) -> Path | None:
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
-    replace(file, json.dumps(content, indent=2) + "\n")
-
-
-def replace(file: Path, text: str) -> None:
-    """Atomically: a reader sees the old file or the new one."""
-    partial = file.with_suffix(".partial")
-    partial.write_text(text)
-    os.replace(partial, file)
+    option_values.replace(file, json.dumps(content, indent=2) + "\n")
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
@@ -78,7 +71,7 @@ def metrics(out: Path) -> list[dict[str, Any]]:
 def keep_metrics(out: Path, step: int) -> None:
     """Forget the rows after `step`: a resumed run writes them again."""
     rows = [row for row in metrics(out) if row["step"] <= step]
-    replace(out / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
+    option_values.replace(out / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def append_metrics(out: Path, row: dict[str, Any]) -> None:

@@ -1,8 +1,7 @@
 """Embedding + All-to-All beside one library lookup over all tables of a rank and NCCL.
 
-First every result of many back-to-back calls is compared, exactly, with the library's on small
-integers, with one rank late. Then all candidates of a case are timed in turns, eager and replayed
-from CUDA graphs.
+Each case is compared with the library first, on small integers, every bit of both directions. Then
+all candidates are timed in turns, eager and, on GPUs, replayed from CUDA graphs.
 
 | candidate | forward | backward |
 | --- | --- | --- |
@@ -15,7 +14,6 @@ The library is given its indices for concatenated tables, and the bag of each en
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,11 +24,10 @@ from torch import Tensor
 
 from flux_megatron.embedding import operation, sequential_bags
 from flux_megatron.embedding.bags import Bags
-from flux_megatron.lab.bench.candidates import replayed
+from flux_megatron.lab.bench.operations import exact
 from flux_megatron.lab.bench.table_run import Run
 from flux_megatron.tuning.timing import race
 
-EPOCHS = {"cuda": 20, "cpu": 3}
 NAMES = ("lookup", "library", "fused")
 
 
@@ -58,11 +55,6 @@ CASES = (
     Case(16384, 256, 20), Case(8192, 64, 50, BF16), Case(16384, 128, 20, BF16),
     Case(8192, 64, 50, hot=0.1),
 )  # fmt: skip
-# the second one has the sizes of the first: nothing made for fp32 may serve bf16
-CHECKED = (
-    Case(2048, 16, 20, rows=1000), Case(2048, 16, 20, BF16, rows=1000),
-    Case(1022, 7, 9, BF16, rows=501, D=100), Case(2048, 6, 20, rows=300, hot=0.5),
-)  # fmt: skip
 SMALL = (Case(8, 4, 3, rows=9, D=8, hot=0.5), Case(8, 4, 3, BF16, rows=9, D=8, hot=0.5))
 
 
@@ -70,65 +62,17 @@ def cases(run: Run) -> tuple[Case, ...]:
     return SMALL if run.device.type == "cpu" else CASES
 
 
-def verify(run: Run) -> str:
-    """What is wrong on this rank, or "", the same on all ranks if it is "". Collective."""
-    for case in SMALL if run.device.type == "cpu" else CHECKED:
-        said = wrong(case, run, EPOCHS[run.device.type])
-        if run.slowest(torch.tensor(float(bool(said)))):
-            return said or "wrong on another rank"
-        run.say(f"{case}: exact")
-    return ""
-
-
-def wrong(case: Case, run: Run, epochs: int) -> str:
-    """The first result that is not the library's, or nothing. On GPUs half of the calls are
-    replays.
-    """
-    work, seen = Work(case, run), []
-    graphs = run.device.type == "cuda"
-    calls: tuple[Callable, ...] = (work.fused, work.fused_backward)
-    for epoch in range(epochs):
-        if graphs and epoch == epochs // 2:
-            calls = tuple(replayed(call) for call in calls)  # which have run
-        work.fill()
-        if graphs and epoch % run.group.size() == run.group.rank():
-            torch.cuda._sleep(2_000_000)
-        got = [call() for call in calls]
-        right = work.library(), work.library_backward()
-        seen.append([(a != b).sum() for a, b in zip(got, right, strict=True)])
-    for epoch, counts in enumerate(seen):
-        if any(int(count) for count in counts):
-            return f"{case}, epoch {epoch}: {[int(count) for count in counts]} elements are wrong"
-    return ""
-
-
-def candidates(work: Work, direction: str) -> dict[str, Callable[[], Tensor]]:
-    """All of them eager, then on GPUs as graphs."""
-    suffix = "" if direction == "forward" else "_backward"
-    calls: dict[str, Callable[[], Tensor]] = {name: getattr(work, name + suffix) for name in NAMES}
-    made: dict[str, Callable[[], Tensor]] = {}
-    for name, call in calls.items() if work.run.device.type == "cuda" else ():
-
-        def capture(name: str = f"{name} in a graph", call: Callable = call) -> None:
-            call()
-            made[name] = replayed(call)
-            made[name]()
-
-        if failure := work.run.failure(capture):
-            work.run.say(f"{work.case} {direction} {name} cannot be captured: {failure}")
-            made.pop(f"{name} in a graph", None)
-    return calls | made
-
-
 def measure(run: Run, case: Case, rounds: int) -> None:
-    """Rows of both directions."""
+    """Rows of both directions. `ArithmeticError` if ours is wrong."""
     work = Work(case, run)
-    work.fill()
     about = replace(run.about, dtype=str(case.dtype).removeprefix("torch."))
     rows = replace(run, about=about)  # what it says of the run comes last in a row
-    for direction in ("forward", "backward"):
-        calls = candidates(work, direction)
-        found = race(calls, group=run.group, device=run.device, rounds=rounds, warmup=2)
+    for direction, suffix in (("forward", ""), ("backward", "_backward")):
+        eager: dict[str, exact.Call] = {name: getattr(work, name + suffix) for name in NAMES}
+        calls = exact.and_in_graphs(run, eager)
+        ours = {name: call for name, call in calls.items() if name.startswith("fused")}
+        exact.verify(run, work.fill, ours, eager["library"])
+        found = race(calls, group=run.group, device=run.device, rounds=rounds)
         us = {name: found.median_us(name) for name in found.times_us}
         # the last one: in a graph, if there are any
         library = [us[name] for name in us if name.startswith("library")][-1:]

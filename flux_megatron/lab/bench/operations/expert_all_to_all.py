@@ -1,8 +1,8 @@
 """`a2a_gemm` and `gemm_a2a` beside NCCL's all-to-all, a sort by expert and a grouped GEMM.
 
-First every strategy is compared with the reference, forward and backward: small integers, exact,
-new counts in every call; those that ask no host also in a replayed graph. Then all candidates of an
-operation are timed in turns.
+Before each case every strategy is compared with the library, with as many experts, forward and
+backward: small integers, exact, new counts in every call; those that ask no host also replayed from
+a CUDA graph. Then all candidates of an operation are timed in turns.
 
 | candidate | what it is |
 | --- | --- |
@@ -28,18 +28,15 @@ from torch import Tensor
 from flux_megatron.dispatch import LAYOUTS
 from flux_megatron.expert_parallel import call, ops
 from flux_megatron.expert_parallel.wgrad import weight_gradient
-from flux_megatron.lab.bench.operations import expert_references
+from flux_megatron.lab.bench.operations import exact
 from flux_megatron.lab.bench.operations.expert_references import Baseline, grouped, routed, wgrad
 from flux_megatron.lab.bench.table_run import Run
 from flux_megatron.problem import Plan
 from flux_megatron.symm.workspace import workspace
 from flux_megatron.tuning.timing import race
 
-# N, K, experts of a rank, rows and calls of what is verified
-CHECKED = {
-    "cpu": ((24, 16, 3, 20, 3),),
-    "cuda": ((1088, 512, 4, 700, 12), (576, 512, 32, 1500, 12)),
-}  # fmt: skip
+CHECKED = {"cpu": (24, 16, 20), "cuda": (1088, 512, 1500)}  # ffn, hidden and tokens, verified
+ASK_HOST = ("signalled", "sequential")  # for counts, so their calls cannot be captured
 Calls = dict[str, Callable[[], object]]
 
 
@@ -90,22 +87,28 @@ def plans(run: Run, x: Tensor, N: int) -> dict[str, Plan]:
     }
 
 
-def verify(run: Run) -> str:
-    """What is wrong, or "", the same on all ranks. Collective."""
-    dtype = getattr(torch, run.about.dtype)
-    for shape in CHECKED[run.device.type]:
-        N, K, experts, *_ = shape
-        x = torch.empty(1, K, device=run.device, dtype=dtype)
-        for name, plan in plans(run, x, N).items():
-            title = f"{name}, {experts} experts of {N} x {K}"
-            if said := run.failure(partial(expert_references.verify, run, *shape, plan)):
-                return f"{title}: {said[:4000]}"
-            run.say(f"{title}: exact")
-    return ""
+def verify(run: Run, experts: int) -> None:
+    """All calls are made on the stream that is captured: where a gradient of x or w is summed
+    autograd keeps the stream of the call that it saw first, and waits for the default one break a
+    capture.
+    """
+    ffn, hidden, tokens = CHECKED[run.device.type]
+    stream = torch.cuda.Stream(run.device) if run.device.type == "cuda" else None
+    with torch.cuda.stream(stream):
+        case = Case("verified", hidden, ffn, experts, 1, tokens, 0.0)
+        work = Work(case, run, capacity=run.group.size() * tokens + 7)
+        for name, plan in work.plans.items():
+            ours: dict[str, exact.Call] = {name: partial(work.step, plan)}
+            if name not in ASK_HOST:
+                ours = exact.and_in_graphs(run, ours)
+            exact.verify(run, work.renew, ours, work.expected)
+    if stream is not None:
+        torch.cuda.synchronize(run.device)
 
 
 def measure(run: Run, case: Case, rounds: int) -> None:
-    """Rows of both operations, forward and backward."""
+    """Rows of both operations, forward and backward. `ArithmeticError` if ours is wrong."""
+    verify(run, case.experts)
     work = Work(case, run)
     for operation, calls in work.candidates():
         if not run.time_left():
@@ -125,8 +128,8 @@ def measure(run: Run, case: Case, rounds: int) -> None:
 class Work:
     """One rank's operands: x [rows, hidden] to w and z [capacity, ffn] to v, and back."""
 
-    def __init__(self, case: Case, run: Run) -> None:
-        self.case, self.run = case, run
+    def __init__(self, case: Case, run: Run, capacity: int = 0) -> None:
+        self.case, self.run, self.calls = case, run, 0
         ranks, rank = run.group.size(), run.group.rank()
         experts = case.experts // ranks
         self.counts = routed(case.rows, ranks, experts, case.skew, rank).to(run.device)
@@ -134,7 +137,7 @@ class Work:
         self.fetched = Baseline(run, self.counts, True)
         self.received = self.known.every[:, rank].contiguous()
         self.came = int(self.received.sum())
-        self.capacity = max(case.rows, int(self.known.every.sum((0, 2)).max()))
+        self.capacity = capacity or max(case.rows, int(self.known.every.sum((0, 2)).max()))
         self.at_home = torch.zeros_like(self.counts)  # the same rows, none of which travels
         self.at_home[rank] = self.known.every[:, rank].sum(0)
         self.w = self._random(experts, case.ffn, case.hidden)
@@ -145,6 +148,7 @@ class Work:
         self.dh = self._random(self.capacity, case.ffn)
         self.arrived = self._random(self.came, case.hidden)
         self.plans = plans(run, self.x, case.ffn)
+        self.made = exact.generator(run)
 
     def _random(self, *shape: int) -> Tensor:
         dtype = getattr(torch, self.run.about.dtype)
@@ -157,6 +161,35 @@ class Work:
     def back(self, z: Tensor, v: Tensor, counts: Tensor, plan: Plan | None) -> Tensor:
         tokens = self.came if counts is self.at_home else self.case.rows
         return ops.gemm_a2a(z, v, counts, self.run.group, tokens=tokens, plan=plan)
+
+    def renew(self) -> None:
+        """Other operands and other counts, in the same memory; every fifth time all rows go to the
+        last expert.
+        """
+        exact.fill(self.made, self.w, self.v, self.x, self.z, self.dy, self.dh)
+        skew, seed = (0.0, 0.9, 0.5)[self.calls % 3], 10 * self.calls + self.run.group.rank()
+        ranks, experts = self.counts.shape
+        self.counts.copy_(routed(self.case.rows, ranks, experts, skew, seed))
+        if self.calls % 5 == 4:
+            self.counts.zero_()[-1, -1] = self.case.rows
+        self.calls += 1
+
+    def step(self, plan: Plan) -> dict[str, Tensor]:
+        """Both operations, forward and backward."""
+        x, w, z, v = (t.detach().requires_grad_() for t in (self.x, self.w, self.z, self.v))
+        hidden, y = self.there(x, w, self.counts, plan), self.back(z, v, self.counts, plan)
+        dx, dw = torch.autograd.grad(hidden, (x, w), self.dh)
+        dz, dv = torch.autograd.grad(y, (z, v), self.dy)
+        return {"hidden": hidden, "y": y, "dx": dx, "dw": dw, "dz": dz, "dv": dv}
+
+    def expected(self) -> dict[str, Tensor]:
+        """The library's results of `step`."""
+        library, w, v = self.fetched, self.w, self.v
+        hidden, y = library.a2a_gemm(self.x, w), library.gemm_a2a(self.z, v)
+        rows = library.exchange(self.x, library.sent, library.received)[library.order]
+        dx, dw = library.a2a_gemm_backward(self.dh[: len(rows)], w, rows)
+        dz, dv = library.gemm_a2a_backward(self.dy, v, self.z[: len(rows)])
+        return {"hidden": hidden, "y": y, "dx": dx, "dw": dw, "dz": dz, "dv": dv}
 
     def candidates(self) -> Iterator[tuple[str, Calls]]:
         """By operation: ours by strategy, the baselines, then the parts of both."""

@@ -1,6 +1,4 @@
-"""What a library does for expert parallelism: all-to-all, a sort of the rows, grouped GEMMs. And
-what is right: the reference, forward and backward, on small integers.
-"""
+"""What a library does for expert parallelism: all-to-all, a sort of the rows, grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -11,31 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flux_megatron import reference
-from flux_megatron.expert_parallel import ops
 from flux_megatron.lab.bench.table_run import Run
-from flux_megatron.problem import Plan
-from flux_megatron.symm.step import synchronize
-
-ASK_HOST = ("signalled", "sequential")  # for counts, so their calls cannot be captured
-
-
-def everyone(run: Run, mine: Tensor) -> list[Tensor]:
-    """Tensors of all ranks, of any sizes, on the host. Collective."""
-    found: list = [None] * run.group.size()
-    dist.all_gather_object(found, mine.cpu(), group=run.group)
-    return found
-
-
-def integers(run: Run, seed: int, *shape: int) -> Tensor:
-    made = torch.Generator().manual_seed(seed)
-    values = torch.randint(-1, 2, shape, generator=made) * (torch.rand(shape, generator=made) < 0.2)
-    return values.to(run.device, getattr(torch, run.about.dtype))
-
-
-def leaves(run: Run, tensors: list[Tensor]) -> list[Tensor]:
-    """Of all ranks, in fp64, for autograd of the reference."""
-    return [one.detach().to(run.device, torch.float64).requires_grad_() for one in tensors]
 
 
 def routed(rows: int, ranks: int, experts: int, skew: float, seed: int) -> Tensor:
@@ -56,9 +30,9 @@ class Baseline:
     fetch: bool
 
     def __post_init__(self) -> None:
-        self._fetch_splits()
+        self.fetch_splits()
 
-    def _fetch_splits(self) -> None:
+    def fetch_splits(self) -> None:
         """`every` [R sources, R owners, E]; `order` puts rows as they come, by (source, expert),
         into the order (expert, source).
         """
@@ -83,13 +57,13 @@ class Baseline:
 
     def a2a_gemm(self, x: Tensor, w: Tensor) -> Tensor:
         if self.fetch:
-            self._fetch_splits()
+            self.fetch_splits()
         rows = self.exchange(x, self.sent, self.received)
         return grouped(rows.index_select(0, self.order), w, self.ends)
 
     def gemm_a2a(self, x: Tensor, w: Tensor) -> Tensor:
         if self.fetch:
-            self._fetch_splits()
+            self.fetch_splits()
         made = grouped(x[: sum(self.received)], w, self.ends)
         return self.exchange(made.index_select(0, self.back), self.received, self.sent)
 
@@ -115,121 +89,13 @@ def _slices(ends: Tensor) -> Iterator[slice]:
 def grouped(x: Tensor, w: Tensor, ends: Tensor, layout: str = "nt") -> Tensor:
     """Each expert's rows of x times w[e]^T ("nn": w[e])."""
     right = w.transpose(-2, -1) if layout == "nt" else w
-    if x.device.type == "cuda":
+    if x.device.type == "cuda" and len(x):
         return torch._grouped_mm(x, right, offs=ends)
     return torch.cat([x[rows] @ e for rows, e in zip(_slices(ends), right, strict=True)])
 
 
 def wgrad(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """[E, M, N]: a^T b over each expert's rows of a [rows, M] and b [rows, N]."""
-    if a.device.type == "cuda":
+    if a.device.type == "cuda" and len(a):
         return torch._grouped_mm(a.t(), b, offs=ends)
     return torch.stack([a[rows].t() @ b[rows] for rows in _slices(ends)])
-
-
-@dataclass
-class Verification:
-    """Calls of one shape, each with rows and counts of its own, in the same memory."""
-
-    run: Run
-    N: int
-    K: int
-    experts: int
-    rows: int
-    plan: Plan | None = None
-
-    def __post_init__(self) -> None:
-        run, N, K, rows = self.run, self.N, self.K, self.rows
-        ranks, rank = run.group.size(), run.group.rank()
-        self.capacity = ranks * rows + 7
-        self.w = integers(run, rank, self.experts, N, K).requires_grad_()
-        self.v = integers(run, 99 + rank, self.experts, K, N).requires_grad_()
-        self.dh = integers(run, 199 + rank, self.capacity, N)
-        self.dy = integers(run, 299 + rank, rows, K)
-        given = self.w.detach(), self.v.detach(), self.dh, self.dy
-        self.ws, self.vs, self.dhs, self.dys = (leaves(run, everyone(run, one)) for one in given)
-        self.x = torch.empty(rows, K, dtype=self.w.dtype, device=run.device, requires_grad=True)
-        self.counts = torch.zeros(ranks, self.experts, dtype=torch.int32, device=run.device)
-
-    def fill(self, call: int) -> None:
-        skew, rank = (0.0, 0.9, 0.5)[call % 3], self.run.group.rank()
-        ranks, experts = self.counts.shape
-        self.counts.copy_(routed(self.rows, ranks, experts, skew, 10 * call + rank))
-        if call % 5 == 4:  # all to the last expert of the last rank
-            self.counts.zero_()[-1, -1] = self.rows
-        with torch.no_grad():
-            self.x.copy_(integers(self.run, call * 7 + rank, self.rows, self.K))
-
-    def step(self) -> dict[str, Tensor]:
-        """Both operations, forward and backward."""
-        group, counts, plan = self.run.group, self.counts, self.plan
-        hidden, _ = ops.a2a_gemm(self.x, self.w, counts, group, capacity=self.capacity, plan=plan)
-        z = hidden.detach().sign().requires_grad_()
-        y = ops.gemm_a2a(z, self.v, counts, group, tokens=self.rows, plan=plan)
-        dx, dw = torch.autograd.grad(hidden, (self.x, self.w), self.dh)
-        dz, dv = torch.autograd.grad(y, (z, self.v), self.dy)
-        return {"hidden": hidden, "y": y, "dx": dx, "dw": dw, "dz": dz, "dv": dv}
-
-    def expected(self) -> dict[str, Tensor]:
-        """What `step` must give on this rank. Collective."""
-        counts, ranks = everyone(self.run, self.counts), self.run.group.size()
-        x = leaves(self.run, everyone(self.run, self.x.detach()))
-        hidden, _ = reference.a2a_gemm(x, self.ws, counts, self.capacity)
-        z = leaves(self.run, [one.sign() for one in hidden])
-        y = reference.gemm_a2a(z, self.vs, counts)
-        first = torch.autograd.grad(hidden, [*x, *self.ws], self.dhs)
-        second = torch.autograd.grad(y, [*z, *self.vs], self.dys)
-        all_ranks = {
-            "hidden": hidden, "y": y, "dx": first[:ranks], "dw": first[ranks:],
-            "dz": second[:ranks], "dv": second[ranks:],
-        }  # fmt: skip
-        return {name: every[self.run.group.rank()] for name, every in all_ranks.items()}
-
-    def wrong(self, made: dict[str, Tensor]) -> str:
-        """What is wrong of the results of any rank, "" if nothing. Collective."""
-        found = []
-        for name, right in self.expected().items():
-            given, right = (one.flatten(0, -2) for one in (made[name], right))
-            rows = (given != right.to(given.dtype)).any(1).nonzero().flatten().tolist()
-            if rows:
-                values = [one[rows[0]][:8].tolist() for one in (given, right)]
-                found.append(
-                    f"elements of {name} are wrong on rank {self.run.group.rank()}: "
-                    f"{len(rows)} of {len(given)} rows, {rows[:12]}; the first begins with "
-                    f"{values[0]}, {values[1]} expected; counts {self.counts.tolist()}"
-                )
-        every: list = [None] * self.run.group.size()
-        dist.all_gather_object(every, "\n".join(found), group=self.run.group)
-        return "\n".join(text for text in every if text)
-
-
-def verify(
-    run: Run, N: int, K: int, experts: int, most: int, calls: int, plan: Plan | None = None
-) -> None:
-    """`AssertionError` unless calls with counts of their own are exact, captured ones too where the
-    strategy does not ask the host for counts.
-
-    All calls are made on the stream that is captured: where a gradient of x or w is summed autograd
-    keeps the stream of the call that it saw first, and waits for the default one break a capture.
-    """
-    stream = torch.cuda.Stream(run.device) if run.device.type == "cuda" else None
-    with torch.cuda.stream(stream):
-        given, graph = Verification(run, N, K, experts, most, plan), None
-        captures = stream is not None and (plan is None or plan.strategy not in ASK_HOST)
-        for call in range(calls):
-            given.fill(call)
-            if call == 3 and captures:
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                # backward runs in threads of autograd
-                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                    replayed = given.step()
-            replays = graph is not None and call % 2
-            if graph is not None and replays:
-                graph.replay()
-            made = replayed if replays else given.step()
-            synchronize()
-            wrong = given.wrong(made)
-            assert not wrong, f"call {call}, {'replayed' if replays else 'eager'}: {wrong}"
-    if stream is not None:
-        torch.cuda.synchronize(run.device)

@@ -33,8 +33,10 @@ def all_gather_gemm(
 ) -> list[Tensor]:  # fmt: skip
     """x[r] [M/R, K], w[r] [N/R, K]  ->  y[r] [M, N/R] = cat(x) @ w[r]^T (+ bias[r]).
 
-    FP8: times x_scale[r], which all ranks have, and w_scale[r] before the bias; in out_dtype.
+    FP8: times x_scale[r], which all ranks have, and w_scale[r] before the bias; in out_dtype. With
+    blockwise scales, matrices, each element times that of its block.
     """
+    x, w, x_scale, w_scale = _without_blocks(x, w, x_scale, w_scale)
     gathered = torch.cat([one.to(_wide(one.dtype)) for one in x])
     y = [_scaled_by(matmul(gathered, w[r], layout), x_scale, w_scale, r) for r in range(len(w))]
     if bias is not None:
@@ -52,11 +54,28 @@ def _scaled_by(
     return y if x_scale is None or w_scale is None else y * x_scale[rank] * w_scale[rank]
 
 
+def _without_blocks(
+    x: Sequence[Tensor], w: Sequence[Tensor], x_scale: Sequence[Tensor] | None,
+    w_scale: Sequence[Tensor] | None,
+) -> tuple:  # fmt: skip
+    """The same operands, real values in place of those with blockwise scales: x_scale[r]
+    [K / 128, M], w_scale[r] [N / 128, K / 128], both as long as that or longer.
+    """
+    if x_scale is None or w_scale is None or x_scale[0].dim() < 2:
+        return x, w, x_scale, w_scale
+    k = torch.arange(x[0].shape[1]) // 128
+    x = [one.to(_wide(one.dtype)) * s.t()[: len(one), k] for one, s in zip(x, x_scale, strict=True)]
+    n = torch.arange(w[0].shape[0]) // 128
+    w = [one.to(_wide(one.dtype)) * s[n][:, k] for one, s in zip(w, w_scale, strict=True)]
+    return x, w, None, None
+
+
 def _sum_in_rank_order(
     x: Sequence[Tensor], w: Sequence[Tensor], layout: str, x_scale: Sequence[Tensor] | None = None,
     w_scale: Sequence[Tensor] | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     dtype = out_dtype or x[0].dtype
+    x, w, x_scale, w_scale = _without_blocks(x, w, x_scale, w_scale)
     partials = (
         _scaled_by(matmul(x[r], w[r], layout), x_scale, w_scale, r).to(dtype).to(_wide(dtype))
         for r in range(len(x))

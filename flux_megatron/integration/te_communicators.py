@@ -1,0 +1,145 @@
+"""What `get_ub` gives to TransformerEngine's modules in place of userbuffers, and how it is filled.
+
+TE gives operands with blockwise scales to no userbuffers, so that we fill our communicators with
+them. Blocks along rows are not blocks along columns: TE quantizes what it gathers both ways. Our
+operations move what is quantized along columns (of K). The GEMM of the weight's gradient reads the
+other, which NCCL gathers meanwhile: of x as without overlap, of dy because `fill` begins it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformer_engine.pytorch.distributed import gather_along_first_dim
+from transformer_engine.pytorch.module import base
+
+from flux_megatron import ops
+from flux_megatron.scaling import BLOCK
+
+# Names that TE asks for where it gathers rows first; behind the others it reduces and scatters.
+GATHERS = ("qkv_fprop", "fc1_fprop", "proj_dgrad", "fc2_dgrad")
+_IN_FP8 = base.UserBufferQuantizationMode.FP8
+_fill = base.fill_userbuffers_buffer_for_all_gather
+_preprocess = base.TransformerEngineBaseModule.grad_output_preprocess
+
+
+class Communicator:
+    """What `get_ub` gives in place of userbuffers. TE puts in a shard and takes out the whole,
+    which is there behind the GEMM.
+    """
+
+    def __init__(self, group: ProcessGroup, gathers_fp8: bool) -> None:
+        self.group, self._gathers_fp8 = group, gathers_fp8
+        self.shard: Tensor | None = None
+        self._columnwise: tuple[Any, ...] = ()
+
+    def is_fp8_ubuf(self) -> bool:
+        return self._gathers_fp8
+
+    def is_atomic_gemm(self) -> bool:
+        return False
+
+    def with_cublasmp(self) -> bool:
+        return False
+
+    def copy_into_buffer(self, shard: Tensor, local_chunk: bool = True) -> None:
+        assert local_chunk, "the whole given, a shard expected"
+        self.shard = shard
+
+    def get_buffer(self, local_chunk: bool = False, shape: Any = None) -> Tensor:
+        """Of the whole's shape. FP8 rows have no memory here: what reads them later reads their
+        transpose.
+        """
+        assert self.shard is not None and not local_chunk, "there is the whole of a shard only"
+        if self._gathers_fp8:
+            return self.shard.new_empty(1).expand(shape)
+        return self.shard.new_empty(shape)
+
+    def taken(self) -> Tensor:
+        assert self.shard is not None, "no shard given to gather"
+        shard, self.shard = self.shard, None
+        return shard
+
+    def gather_columnwise(self, shard: Any, quantizer: Any) -> None:
+        """Begin to gather what is quantized along rows. The shard is kept until it is there."""
+        along_rows = quantizer.copy()
+        along_rows.set_usage(rowwise=False, columnwise=True)
+        whole, handle = gather_along_first_dim(
+            shard, self.group, async_op=True, quantizer=along_rows
+        )
+        self._columnwise = whole, handle, shard
+
+    def give_columnwise(self, to: Any) -> None:
+        """Add it to what stands for the whole, if there is any."""
+        if self._columnwise:
+            (whole, handle, _), self._columnwise = self._columnwise, ()
+            if handle is not None:
+                handle.wait()
+            to._columnwise_data = whole._columnwise_data
+            to._columnwise_scale_inv = whole._columnwise_scale_inv
+
+
+class Communicators(dict[tuple[str, Any], Communicator]):
+    """Of `group`, and of the groups that names of `te_overlap.name_for` have in front."""
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        super().__init__()
+        self._group = group
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def __missing__(self, key: tuple[str, Any]) -> Communicator:
+        (of, _, name), mode = key[0].rpartition("/"), key[1]
+        group = ops.group_named(of) if of else self._group
+        assert group is not None, f"no group for {key[0]}"
+        self[key] = Communicator(group, mode is _IN_FP8 and name in GATHERS)
+        return self[key]
+
+
+def fill(comm: Any, local: Any, quantizer: Any, group: ProcessGroup) -> tuple[Any, Any]:
+    """TE's `fill_userbuffers_buffer_for_all_gather`, of blockwise FP8 too. What stands for the
+    whole has the scales of the shard.
+    """
+    if not isinstance(comm, Communicator) or not isinstance(quantizer, base.Float8BlockQuantizer):
+        return _fill(comm, local, quantizer, group)
+    size = local.size()
+    if not quantizer.is_quantizable(local):
+        rows = math.prod(size[:-1])
+        raise ValueError(
+            f"{rows} rows of {size[-1]} elements with blockwise scales on a rank given, multiples "
+            f"of {BLOCK} expected: TransformerEngine gathers no others. Pad packed sequences, here "
+            f"to {-(-rows // BLOCK) * BLOCK} rows on each tensor-parallel rank"
+        )
+    if not isinstance(local, base.Float8BlockwiseQTensorStorage):
+        local = quantizer(local)
+    comm.copy_into_buffer(local._rowwise_data)
+    whole = base.Float8BlockwiseQTensorStorage(
+        rowwise_data=comm.get_buffer(shape=[group.size() * size[0], *size[1:]]),
+        rowwise_scale_inv=local._rowwise_scale_inv.detach(),  # which TE may clear
+        columnwise_data=None, columnwise_scale_inv=None, fp8_dtype=local._fp8_dtype,
+        quantizer=quantizer, is_2D_scaled=local._is_2D_scaled,
+    )  # fmt: skip
+    if quantizer.columnwise_usage and local._columnwise_data is not None:
+        comm.gather_columnwise(local, quantizer)
+    return whole, local
+
+
+def grad_output_preprocess(ctx: Any, dy: Tensor, row: bool, quantizer: Any) -> Any:
+    """TE's, which quantizes for its userbuffers along columns only. What it makes along rows, for
+    the weight's gradient, cannot be made of that.
+    """
+    if row and ctx.ub_overlap_ag and isinstance(quantizer, base.Float8BlockQuantizer):
+        quantizer.set_usage(columnwise=ctx.requires_wgrad)
+    return _preprocess(ctx, dy, row, quantizer)
+
+
+def use(modules: Iterable[Any]) -> None:
+    """`fill` and `grad_output_preprocess` in these modules of TE's."""
+    for module in modules:
+        module.fill_userbuffers_buffer_for_all_gather = fill
+    base.TransformerEngineBaseModule.grad_output_preprocess = staticmethod(grad_output_preprocess)

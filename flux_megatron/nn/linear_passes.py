@@ -1,0 +1,224 @@
+"""Forward of a linear layer, and backward as its dual.
+
+| layer | fprop | dgrad | wgrad |
+| --- | --- | --- | --- |
+| column | AG(x) w^T | RS(dy w) | dy^T AG(x): x gathered again behind dgrad, or saved |
+| row | RS(x w^T) | AG(dy) w | AG(dy)^T x: dy as dgrad has gathered it |
+| local | x w^T | dy w, or AR(dy w), which hides behind wgrad | dy^T x |
+| whole | AR(x w^T) | dy w | dy^T x |
+
+The first two are those of sequence parallelism, the others have every token on every rank. The
+weight keeps torch's layout [N, K]; dgrad reads it without a copy. In the column layer's backward
+the scatter of dx also hides behind wgrad, and its sum comes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from flux_megatron import ops
+from flux_megatron.ops import differentiable
+from flux_megatron.wgrad import plain_wgrad
+
+_UNGUARDED = nullcontext()
+Wgrad = Callable[[Tensor, Tensor, Tensor], "Tensor | None"]
+
+
+class Options(NamedTuple):
+    """`group` is the process group that communicates; None where none does."""
+
+    layer: str
+    group: Any
+    wgrad: Wgrad = plain_wgrad
+    save_gathered: bool = False
+    dy_buffer: list[Tensor] | None = None
+
+
+def _check_tokens(x: Tensor, group: ProcessGroup) -> None:
+    """Refuse tokens that the ranks cannot share evenly."""
+    if x.shape[0] % group.size():
+        error = (
+            f"row_parallel_linear: x {list(x.shape)} given, a first dimension divisible by the "
+            f"group's {group.size()} ranks expected"
+        )
+        ops.refuse(error, group, x.device)
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """[s, ..., n] as the contiguous matrix [s * ..., n] that kernels take."""
+    tensor = ops.awaited(tensor)
+    return tensor.reshape(-1, tensor.shape[-1]).contiguous()
+
+
+def _run_wgrad(wgrad: Wgrad, w: Tensor, dy: Tensor, x: Any) -> Tensor | None:
+    with ops.phase("wgrad"):
+        return wgrad(w, dy, x)
+
+
+def _shaped(made: Tensor, shape: Sequence[int]) -> Tensor:
+    """A new matrix, resized to another shape. Not a view: the caller of a Function may not modify
+    one in place, as Megatron's loss does.
+    """
+    assert made.is_contiguous(), f"strides {made.stride()} given, contiguous rows expected"
+    return made.resize_(*shape)  # which takes the host half as long as of a tuple
+
+
+# Each layer is one node of autograd, reshapes included: every further node costs the host some
+# microseconds in forward and in backward. Without gradients there is not even that one, as where
+# activations are computed anew.
+
+
+def forward(
+    layer: str, x: Tensor, w: Tensor, bias: Tensor | None, group: Any, keep: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """y; with `keep` also a copy of the rows that a column layer gathers."""
+    rows, tokens = rows_of(x), x.shape[0]
+    kept: list[Tensor] = []
+    consume = (lambda gathered: kept.append(gathered.clone())) if keep else None
+    with ops.phase("fprop"):
+        if layer == "column":
+            tokens *= group.size()
+            y = ops.run_ag_gemm(rows, w, bias, group, consume=consume)
+        elif layer == "row":
+            _check_tokens(x, group)
+            tokens //= group.size()
+            y = ops.run_gemm_rs(rows, w, group)
+        else:
+            y = rows @ w.t() if layer == "local" else ops.run_gemm_ar(rows, w, group)
+            y = y if bias is None else y + bias
+        return _shaped(y, (tokens, *x.shape[1:-1], y.shape[1])), kept[0] if keep else None
+
+
+class LinearNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+        needs_x = ctx.needs_input_grad[1] and options.dy_buffer is None
+        keep = options.save_gathered and needs_x
+        y, kept = forward(options.layer, x, w, bias, options.group, keep)
+        ctx.save_for_backward(kept if keep else x if needs_x else None, w)
+        ctx.options, ctx.shape = options, x.shape
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        if torch.is_grad_enabled():
+            return *_again(ctx, dy), None
+        x, w = ctx.saved_tensors
+        x = x if x is None else rows_of(x)
+        return *backward(dy, x, w, ctx.shape, ctx.options, ctx.needs_input_grad), None
+
+
+# how dy, x and dx travel where torch computes gradients that are differentiated again: what all
+# ranks have each uses for its shard of the weight
+_AGAIN: dict[str, tuple[str, Any, Any, Any]] = {
+    "column": ("gemm_rs", None, differentiable.gather, differentiable.scatter),
+    "row": ("ag_gemm", differentiable.gather, None, None),
+    "local": ("gemm_ar", None, differentiable.copy, differentiable.reduce),
+    "whole": ("gemm_ar", differentiable.copy, None, None),
+}
+
+
+def _again(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dw, db of torch's operations, for autograd to differentiate again."""
+    pattern, of_dy, of_x, of_dx = _AGAIN[ctx.options.layer]
+    _note_again(pattern, ctx.options)
+
+    def through(collective: Any, tensor: Tensor) -> Tensor:
+        group = ctx.options.group
+        return tensor if collective is None or group is None else collective(tensor, group)
+
+    (x, w), needs = ctx.saved_tensors, ctx.needs_input_grad
+    dy = through(of_dy, dy.reshape(-1, dy.shape[-1]))
+    dx = through(of_dx, dy @ w).reshape(ctx.shape) if needs[0] else None
+    dw = dy.t() @ through(of_x, x.reshape(-1, x.shape[-1])) if needs[1] else None
+    return dx, dw, dy.sum(0) if needs[2] else None
+
+
+def _note_again(pattern: str, options: Options) -> None:
+    """Count a backward of which gradients are to be differentiated; `RuntimeError` where they
+    cannot be.
+    """
+    if options.wgrad is not plain_wgrad or options.dy_buffer is not None or options.save_gathered:
+        raise RuntimeError(
+            f"{pattern}: create_graph=True given, but weight gradients are accumulated elsewhere, "
+            "deferred, or formed of gathered rows that were kept: for second derivatives leave "
+            "wgrad (gradient_accumulation_fusion), dy_buffer and save_gathered at their defaults"
+        )
+    ops.note_fallback(pattern, "create_graph=True: torch computes what is differentiated again")
+
+
+def backward(
+    dy: Tensor, x: Tensor | None, w: Tensor, shape: Sequence[int], options: Options,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """dx, dw, db of a layer, each None where `needs` has False.
+
+    x has the rows that forward saved, None if no gradient needs them; `shape` is that of dx.
+    """
+    dy, (needs_dx, needs_dw, needs_db) = rows_of(dy), needs[:3]
+    if options.layer == "row":
+        return *_row_backward(dy, x, w, shape, options, needs_dx), None
+    column = options.layer == "column"
+    group: Any = None if options.layer == "whole" else options.group
+    gather = reduction = dx = dw = None
+    with _UNGUARDED if group is None or not (column or needs_dx) else ops.guard(group, dy.device):
+        with ops.phase("dgrad"):
+            if column:
+                gather, reduction = _column_dgrad(dy, x, w, options, needs_dx)
+            elif needs_dx and group is None:
+                dx = dy @ w
+            elif needs_dx:
+                reduction = ops.start_gemm_ar(dy, w, group, layout="nn")
+        if x is not None:
+            dw = _run_wgrad(options.wgrad, w, dy, gather.complete() if gather else x)
+        elif needs_dw and options.dy_buffer is not None:
+            options.dy_buffer.append(dy)
+        if gather:
+            gather.close()
+        db = dy.sum(0) if needs_db else None
+        if reduction:
+            dx = reduction.finish()
+    return None if dx is None else _shaped(dx, shape), dw, db
+
+
+def _column_dgrad(
+    dy: Tensor, x: Tensor | None, w: Tensor, options: Options, needs_dx: bool
+) -> tuple[Any, Any]:
+    """What is in flight for wgrad, if forward has kept a shard of x, and for dx."""
+    local = None if options.save_gathered else x
+    if local is not None and needs_dx:
+        return ops.start_gather_and_gemm_rs(local, dy, w, options.group)
+    if local is not None:
+        return ops.start_gather(local, w, options.group), None
+    return None, ops.start_gemm_rs(dy, w, options.group, layout="nn") if needs_dx else None
+
+
+def _row_backward(
+    dy: Tensor, x: Tensor | None, w: Tensor, shape: Sequence[int], options: Options,
+    needs_dx: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """dx and dw; dw is None without x, the rows of forward."""
+    dw: list[Tensor | None] = [None]
+    group = options.group
+
+    def weight_gradient(gathered_dy: Tensor) -> None:
+        dw[0] = _run_wgrad(options.wgrad, w, gathered_dy, x)
+
+    dx = None
+    consume = weight_gradient if x is not None else None
+    if needs_dx:
+        with ops.phase("dgrad"):
+            dx = ops.run_ag_gemm(dy, w, None, group, layout="nn", consume=consume)
+        dx = _shaped(dx, shape)
+    elif consume:
+        with ops.guard(group, dy.device):
+            gather = ops.start_gather(dy, w, group, layout="nn")
+            consume(gather.complete())
+            gather.close()
+    return dx, dw[0]
