@@ -111,7 +111,7 @@ def _scaled_gemm(
 ) -> None:  # fmt: skip
     if scaling.blockwise:
         x_scale = scales_of(x_scale, x.shape[1], rows)
-    sequential.scaled_gemm(x, w, bias, scaling._replace(x=x_scale, w=w_scale), out)
+    sequential.scaled_gemm(x, w, bias, Scaling(x_scale, w_scale, *scaling[2:]), out)
 
 
 def _gemm_nt(x: Tensor, w: Tensor, out: Tensor) -> None:

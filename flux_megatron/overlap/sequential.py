@@ -129,7 +129,8 @@ def _in_library(x: Tensor, scaling: Scaling) -> bool:
 
 def _as_in_library(w: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
     if scaling.blockwise:
-        return scaling.x.t(), scaling.w[:, : len(scaling.x)].t()
+        of_w, blocks = scaling.w, scaling.x.shape[0]
+        return scaling.x.t(), (of_w if of_w.shape[1] == blocks else of_w[:, :blocks]).t()
     return scaling.x.reshape(()), scaling.w.reshape(())
 
 
