@@ -6,6 +6,7 @@ graph holds is shown on two GPUs with TransformerEngine alone.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -45,7 +46,13 @@ def build(hidden: int, graphs: bool, scope: str, **more: Any) -> Any:
     model = GPTModel(
         config=config, transformer_layer_spec=spec, vocab_size=VOCAB, max_sequence_length=SEQUENCE
     )
-    return DistributedDataParallel(config, DistributedDataParallelConfig(), model.to(DEVICE))
+    model.to(DEVICE)
+    # As Megatron's training does: no hook of gradients is of a stream that a capture waits for.
+    with torch.cuda.stream(torch.cuda.Stream()) if on_gpus else nullcontext():
+        made = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    if on_gpus:
+        torch.cuda.synchronize()
+    return made
 
 
 def step(model: Any, seed: int) -> list[torch.Tensor]:
