@@ -81,12 +81,7 @@ def decide(
     layout: str, plan: Plan | None, scaling: Scaling | None = None,
 ) -> Decision:  # fmt: skip
     """Check the call, choose its plan, and confirm each new layer kind with the other ranks."""
-    space = workspace(group, x.device)
-    space.check()  # before a question: a rank that has failed would not answer
-    if space.settings is not (now := settings.get()):
-        space.settings = now
-        space.checked.clear()
-        space.programs.clear()
+    space = _entered(group, x.device)
     # everything that the checks read; that operands are dense `overlap.operands` has seen to
     key = (
         pattern, layout, plan, *x.shape, x.dtype, x.device, *w.shape, w.dtype, w.device,
@@ -102,6 +97,28 @@ def decide(
         space.checked[key] = decision
     space.note(decision.description)
     return decision
+
+
+def _entered(group: ProcessGroup, device: torch.device) -> Workspace:
+    space = workspace(group, device)
+    space.check()  # before a question: a rank that has failed would not answer
+    if space.settings is not (now := settings.get()):
+        space.settings = now
+        space.checked.clear()
+        space.programs.clear()
+    return space
+
+
+def undecided(group: ProcessGroup, device: torch.device, description: str) -> Workspace:
+    """For a call that has no plan to choose: where it is made. The log of calls has an entry."""
+    space = _entered(group, device)
+    space.note(description)
+    return space
+
+
+def gather_refused(group: ProcessGroup, device: torch.device) -> str | None:
+    """Why copy engines cannot gather without a plan (`ops.start_gather_beside`), or None."""
+    return workspace(group, device).unavailable
 
 
 def refuse(error: str, group: ProcessGroup, device: torch.device) -> NoReturn:

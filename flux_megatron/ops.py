@@ -18,8 +18,15 @@ from torch._C._functorch import maybe_current_level
 from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from flux_megatron.dispatch import decide, guard, refuse, refuse_wrappers
-from flux_megatron.overlap import differentiable
+from flux_megatron.dispatch import (
+    decide,
+    gather_refused,
+    guard,
+    refuse,
+    refuse_wrappers,
+    undecided,
+)
+from flux_megatron.overlap import calls, differentiable
 from flux_megatron.overlap.low_latency import MOST_ROWS
 from flux_megatron.overlap.operands import awaited, is_plain, local, memory
 from flux_megatron.overlap.phase import phase
@@ -32,11 +39,11 @@ from flux_megatron.symm.groups import name_of
 # with what layers and experts take from rooms below
 __all__ = [
     "OPERATIONS", "Layers", "all_gather_gemm", "awaited", "blocks_refused", "differentiable",
-    "gemm_all_reduce",
-    "gemm_reduce_scatter", "gemv_all_reduce", "group_named", "guard", "is_plain", "is_traced",
-    "local", "local_shards", "note_fallback", "note_layers", "phase", "plan_of", "plan_text",
-    "refuse", "refuse_wrappers", "run_ag_gemm", "run_gemm_ar", "run_gemm_rs", "start_gather",
-    "start_gather_and_gemm_rs", "start_gemm_ar", "start_gemm_rs",
+    "gather_refused", "gemm_all_reduce", "gemm_reduce_scatter", "gemv_all_reduce", "group_named",
+    "guard", "is_plain", "is_traced", "local", "local_shards", "note_fallback", "note_layers",
+    "phase", "plan_of", "plan_text", "refuse", "refuse_wrappers", "run_ag_gemm", "run_gemm_ar",
+    "run_gemm_rs", "start_gather", "start_gather_and_gemm_rs", "start_gather_beside",
+    "start_gemm_ar", "start_gemm_rs",
 ]  # fmt: skip
 
 
@@ -431,3 +438,16 @@ def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGro
         scatter = strategy.start_gemm_rs(dy, w, "nn", decision.plan, space)
     decision.count()
     return gather, scatter
+
+
+def start_gather_beside(x: Tensor, scales: Tensor | None, group: ProcessGroup) -> calls.InFlight:
+    """Gather x [rows, columns] of any dtype by copy engines, while other calls run. The result's
+    `complete` gives the rows of every rank [R * rows, columns], and once more the `scales`, where
+    there are any, of each rank behind the others'. Both are borrowed until its `finish`.
+    """
+    x, scaling = memory("x", x), None
+    if scales is not None:
+        scales = memory("scales", scales)
+        scaling = Scaling(scales, scales, x.dtype, False, True)
+    space = undecided(group, x.device, f"gather of {[*x.shape]} {x.dtype} beside other calls")
+    return calls.start_gather_beside(x, scaling, space)

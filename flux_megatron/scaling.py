@@ -79,7 +79,7 @@ def scales_of(matrices: Tensor, K: int, rows: slice) -> Tensor:
         whole = rows.start == 0 and rows.stop == matrices.shape[1]
         return matrices if whole else matrices[:, rows].contiguous()
     shards = matrices.view(-1, blocks, matrices.shape[1])[..., rows]
-    return shards.transpose(0, 1).flatten(1).contiguous()
+    return shards.transpose(0, 1).flatten(1)
 
 
 def is_fp8(tensor: Tensor) -> bool:

@@ -3,7 +3,10 @@
 TE gives operands with blockwise scales to no userbuffers, so that we fill our communicators with
 them. Blocks along rows are not blocks along columns: TE quantizes what it gathers both ways. Our
 operations move what is quantized along columns (of K). The GEMM of the weight's gradient reads the
-other, which NCCL gathers meanwhile: of x as without overlap, of dy because `fill` begins it.
+other, which a gather of its own brings meanwhile.
+
+That GEMM's x, which a column layer gathers again in backward, comes by copy engines too, whatever
+its scales are: NCCL would take SMs from the GEMM of dx.
 """
 
 from __future__ import annotations
@@ -12,16 +15,20 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+import transformer_engine_torch as tex
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformer_engine.pytorch.distributed import gather_along_first_dim
 from transformer_engine.pytorch.module import base
+from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 
 from flux_megatron import ops
 from flux_megatron.scaling import BLOCK
 
 # Names that TE asks for where it gathers rows first; behind the others it reduces and scatters.
 GATHERS = ("qkv_fprop", "fc1_fprop", "proj_dgrad", "fc2_dgrad")
+_COLUMN_DGRAD = ("qkv_dgrad", "fc1_dgrad")  # behind which x is gathered
 _IN_FP8 = base.UserBufferQuantizationMode.FP8
 _fill = base.fill_userbuffers_buffer_for_all_gather
 _preprocess = base.TransformerEngineBaseModule.grad_output_preprocess
@@ -68,7 +75,7 @@ class Communicator:
         """Begin to gather what is quantized along rows. The shard is kept until it is there."""
         along_rows = quantizer.copy()
         along_rows.set_usage(rowwise=False, columnwise=True)
-        whole, handle = gather_along_first_dim(
+        whole, handle = _begin(shard, self.group, along_rows) or gather_along_first_dim(
             shard, self.group, async_op=True, quantizer=along_rows
         )
         self._columnwise = whole, handle, shard
@@ -83,12 +90,97 @@ class Communicator:
             to._columnwise_scale_inv = whole._columnwise_scale_inv
 
 
+class _InFlight:
+    """A gather by copy engines, as TE waits for one: then `whole` is what it stands for."""
+
+    def __init__(self, call: Any, whole: Any, K: int) -> None:
+        self._call, self._whole, self._K = call, whole, K
+
+    def wait(self) -> None:
+        rows = self._call.complete()
+        if isinstance(self._whole, base.Float8TensorStorage):
+            keep(self._whole, rows)
+        else:
+            # a shard has a multiple of 128 rows: 8 bytes at once are copied faster than one
+            shards = rows.view(torch.int64).view(-1, self._K, rows.shape[1] // 8)
+            columns = shards.transpose(0, 1).flatten(1).view(rows.dtype)
+            self._whole._columnwise_data = columns
+            self._whole._columnwise_scale_inv = self._call.complete().clone()
+        self._call.finish()
+
+
+def keep(whole: Any, rows: Tensor) -> None:
+    """What the GEMM of the weight's gradient reads of gathered rows, which were lent."""
+    if isinstance(whole, Tensor):
+        whole.view(rows.shape).copy_(rows)
+    else:
+        whole._transpose = tex.fp8_transpose(rows.view(torch.uint8), whole._fp8_dtype, out=None)
+        whole._transpose_invalid = False
+
+
+def _begin(shard: Any, group: ProcessGroup, quantizer: Any) -> tuple[Any, _InFlight] | None:
+    """What stands for the whole of an FP8 shard, and its gather by copy engines; None for others,
+    and where those have no memory of other ranks.
+    """
+    if isinstance(quantizer, base.Float8BlockQuantizer):
+        if not isinstance(shard, base.Float8BlockwiseQTensorStorage):
+            return None
+        rows, scales = shard._columnwise_data, shard._columnwise_scale_inv
+        if rows is None or quantizer.rowwise_usage or not quantizer.is_quantizable(shard):
+            return None
+        whole = base.Float8BlockwiseQTensorStorage(
+            rowwise_data=None, rowwise_scale_inv=None, columnwise_data=None,
+            columnwise_scale_inv=None, fp8_dtype=shard._fp8_dtype, quantizer=quantizer,
+            is_2D_scaled=False,
+        )  # fmt: skip
+        rows = rows.flatten(1)
+    else:
+        # with GPUs whose GEMMs read the rows themselves the whole would be a copy
+        if not isinstance(shard, base.Float8TensorStorage) or is_non_tn_fp8_gemm_supported():
+            return None
+        rows, scales = shard._data, None
+        whole = base.Float8TensorStorage(
+            data=rows.new_empty(1).expand(group.size() * len(rows), *rows.shape[1:]),
+            fp8_scale_inv=shard._scale_inv, fp8_dtype=shard._fp8_dtype, quantizer=quantizer,
+        )  # fmt: skip
+        rows = rows.flatten(0, -2)
+    if ops.gather_refused(group, rows.device) is not None:
+        return None
+    call = ops.start_gather_beside(rows, scales, group)
+    return whole, _InFlight(call, whole, len(rows))
+
+
+def gather(
+    shard: Any, group: ProcessGroup, async_op: bool = False, quantizer: Any = None
+) -> tuple[Any, Any]:
+    """TE's `gather_along_first_dim`, by copy engines for a column layer in whose backward a
+    communicator of ours stands.
+    """
+    asked, found = _asked_last(), None
+    if async_op and asked in _COLUMN_DGRAD:
+        found = _begin(shard, group, quantizer)
+    return found or gather_along_first_dim(shard, group, async_op=async_op, quantizer=quantizer)
+
+
+def _asked_last() -> str:
+    """The name of the communicator that TE asked for since the last gather, if it was ours."""
+    ours = base._ub_communicators
+    if not isinstance(ours, Communicators):
+        return ""
+    name, ours.asked_last = ours.asked_last, ""
+    return name
+
+
 class Communicators(dict[tuple[str, Any], Communicator]):
     """Of `group`, and of the groups that names of `te_overlap.name_for` have in front."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         super().__init__()
-        self._group = group
+        self._group, self.asked_last = group, ""
+
+    def __getitem__(self, key: tuple[str, Any]) -> Communicator:
+        self.asked_last = key[0].rpartition("/")[2]
+        return super().__getitem__(key)
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -139,7 +231,8 @@ def grad_output_preprocess(ctx: Any, dy: Tensor, row: bool, quantizer: Any) -> A
 
 
 def use(modules: Iterable[Any]) -> None:
-    """`fill` and `grad_output_preprocess` in these modules of TE's."""
+    """`fill`, `gather` and `grad_output_preprocess` in these modules of TE's."""
     for module in modules:
         module.fill_userbuffers_buffer_for_all_gather = fill
+        module.gather_along_first_dim = gather
     base.TransformerEngineBaseModule.grad_output_preprocess = staticmethod(grad_output_preprocess)

@@ -4,7 +4,7 @@ TE's Linear and LayerNormLinear ask `get_ub(name)` for an object that overlaps a
 communication, and give it to `general_gemm`. `use` puts ours in both places. Recipes, quantizers,
 amax, cached weights and their transposes stay TE's; we move the bytes and multiply.
 
-    column  forward AG+GEMM of x; backward GEMM+RS of dx, beside TE's gather of x
+    column  forward AG+GEMM of x; backward GEMM+RS of dx, beside a gather of x by copy engines
     row     forward GEMM+RS of y; backward AG+GEMM of dy, whose gathered rows TE's wgrad reads
 
 TE pushes x and dy in FP8 where ranks have one scale: it reduces their amax over the group before.
@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Collection
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import transformer_engine_torch as tex
 from torch import Tensor
@@ -66,19 +65,11 @@ def general_gemm(
         y = ops.run_gemm_rs(rows.flatten(0, -2), w, ub.group, **given).view_as(extra_output)
         return y, None, None, y
     shard = ub.taken().view(rows.dtype).flatten(0, -2)
-    consume = functools.partial(_keep, B) if options.get("grad") and not blocks else None
+    kept = options.get("grad") and not blocks
+    consume = functools.partial(te_communicators.keep, B) if kept else None
     y = ops.run_ag_gemm(shard, w, options.get("bias"), ub.group, consume=consume, **given)
     ub.give_columnwise(B)
     return y.view(*B.size()[:-1], -1), None, None, None
-
-
-def _keep(whole: Any, rows: Tensor) -> None:
-    """What the GEMM of the weight's gradient reads of gathered rows, which were lent."""
-    if isinstance(whole, Tensor):
-        whole.view(rows.shape).copy_(rows)
-    else:
-        whole._transpose = tex.fp8_transpose(rows.view(torch.uint8), whole._fp8_dtype, out=None)
-        whole._transpose_invalid = False
 
 
 def _operand(tensor: Any, transposed: bool = False) -> tuple[Tensor, Tensor | None]:

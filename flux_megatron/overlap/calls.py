@@ -338,3 +338,16 @@ def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> InFlight:
     """All-gather x [M_shard, K] in the background; `complete` gives [M, K]."""
     program = program_of(transfer.gather_rows, x, None, None, "", plan, workspace, turns=True)
     return InFlight(program, x, None, None)
+
+
+def start_gather_beside(x: Tensor, scaling: Scaling | None, workspace: Workspace) -> InFlight:
+    """The same while other calls are open; behind the rows `complete` gives the scales of x, those
+    of each rank behind the others', if there are any.
+    """
+    program = program_of(
+        transfer.gather_beside, x, None, None, "", _BESIDE, workspace, True, scaling
+    )
+    return InFlight(program, x, None, None, scaling)
+
+
+_BESIDE = Plan("pipelined")  # one object: programs are found by it

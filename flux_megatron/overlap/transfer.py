@@ -25,7 +25,7 @@ from flux_megatron.symm.signals import comm_rows_at_least
 from flux_megatron.symm.workspace import Workspace
 
 # the channels of a workspace
-GATHER, SCATTER, WORDS = "gather", "scatter", "words"
+GATHER, SCATTER, WORDS, BESIDE = "gather", "scatter", "words", "rows beside"
 
 
 def unequal_shards(problem: Problem) -> str | None:
@@ -180,7 +180,7 @@ def waits(channel: ChannelSlots) -> dict[str, Any]:
 
 def start_gather(
     p: CallProgram, x: Slot, comm_rows: int, *, local_copy: str = "caller", part_columns: int = 0,
-    scales: Slot | None = None,
+    scales: Slot | None = None, channel_name: str = GATHER,
 ) -> Gather:  # fmt: skip
     """Push x to every peer, in communication tiles of `comm_rows` rows, each followed by its signal
     [A]; or all rows in parts of so many columns. `scales` are the blockwise ones of x.
@@ -193,7 +193,7 @@ def start_gather(
     the copy for all pushes.
     """
     scale_bytes = 0 if scales is None else scales.nbytes
-    channel = p.channel(GATHER, p.world_size * (x.nbytes + scale_bytes))
+    channel = p.channel(channel_name, p.world_size * (x.nbytes + scale_bytes))
     comm_rows = comm_rows_at_least(len(x), comm_rows)
     with p.phase("gather push"):
         p.move("fork")
@@ -213,6 +213,17 @@ def gather_rows(p: CallProgram) -> None:
     gather = start_gather(p, p.x, p.plan.comm_rows)
     p.turn()
     p.turn(gather.complete())
+    gather.close()
+
+
+def gather_beside(p: CallProgram) -> None:
+    """The same beside other calls. The caller borrows the scales last, if x has any."""
+    scales: Any = p.scaling.x if p.scaling else None
+    gather = start_gather(p, p.x, 0, scales=scales, channel_name=BESIDE)
+    p.turn()
+    p.turn(gather.complete())
+    if scales is not None:
+        p.turn(gather.gathered_scales)
     gather.close()
 
 

@@ -69,8 +69,10 @@ class FP8GlobalStateManager:
 
 
 class Float8TensorStorage:
-    def __init__(self, data: Tensor, scale: Tensor, dtype: DType) -> None:
-        self._data, self._scale_inv, self._fp8_dtype = data, scale, dtype
+    def __init__(
+        self, data: Tensor, fp8_scale_inv: Tensor, fp8_dtype: DType, quantizer: Any = None
+    ) -> None:
+        self._data, self._scale_inv, self._fp8_dtype = data, fp8_scale_inv, fp8_dtype
         self._transpose, self._transpose_invalid = None, True
 
     def size(self) -> torch.Size:
@@ -95,7 +97,7 @@ class Float8Tensor(Float8TensorStorage, torch.Tensor):
     """A weight that is FP8 itself. Only what autograd and a module ask of it can be done."""
 
     @staticmethod
-    def __new__(cls, data: Tensor, scale: Tensor, dtype: DType) -> Float8Tensor:
+    def __new__(cls, data: Tensor, *_: Any) -> Float8Tensor:
         return Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
 
     @classmethod
@@ -294,8 +296,15 @@ class _Linear(torch.autograd.Function):
         total, _ = base.TransformerEngineBaseModule.grad_output_preprocess(
             ctx, dy, not column, quantizer
         )
+        x, work = shard, None
         if ctx.fp8:
             weight.update_usage(columnwise_usage=True)
+        if column:
+            if ctx.fp8:
+                ctx.input_quantizer.set_usage(rowwise=False, columnwise=True)
+            x, work = linear.gather_along_first_dim(
+                shard, layer.group, async_op=True, quantizer=ctx.input_quantizer
+            )
         options: dict[str, Any] = {"out_dtype": dtype, "layout": "NN", "grad": True}
         if ub is not None:
             kind = CommOverlapType.AG if ctx.ub_overlap_ag else CommOverlapType.RS
@@ -307,11 +316,8 @@ class _Linear(torch.autograd.Function):
             dx = extra
         elif column:
             dx = scatter(dx, layer.group)
-        x = shard
-        if column:
-            if ctx.fp8:
-                ctx.input_quantizer.set_usage(rowwise=False, columnwise=True)
-            x, _ = gather_along_first_dim(shard, layer.group, quantizer=ctx.input_quantizer)
+        if work is not None:
+            work.wait()
         for one in (x, total) if ctx.fp8 else ():
             one.update_usage(columnwise_usage=True)
         wgrad = functools.partial(
@@ -373,6 +379,10 @@ def install() -> None:
         "transformer_engine_torch", CommOverlapType=CommOverlapType, DType=DType,
         fp8_transpose=fp8_transpose,
     )  # fmt: skip
+    _module(
+        "transformer_engine.pytorch.utils",
+        is_non_tn_fp8_gemm_supported=lambda: FP8GlobalStateManager.reads_rows,
+    )
     base = _module(
         f"{_PACKAGE}.base", UserBufferQuantizationMode=UserBufferQuantizationMode,
         Float8TensorStorage=Float8TensorStorage, FP8GlobalStateManager=FP8GlobalStateManager,
@@ -384,6 +394,7 @@ def install() -> None:
     linear = _module(
         f"{_PACKAGE}.linear", general_gemm=general_gemm, Linear=Linear,
         assert_dim_for_fp8_exec=assert_dim_for_fp8_exec,
+        gather_along_first_dim=gather_along_first_dim,
     )  # fmt: skip
     other = type("LayerNormLinear", (Linear,), {})
     norm = _module(f"{_PACKAGE}.layernorm_linear", LayerNormLinear=other)

@@ -77,16 +77,22 @@ def stepped(rank: int, layer: Any, mode: str) -> list[Tensor]:
     return [y.detach(), x.grad, layer.weight.grad]
 
 
+BESIDE = {"current": 1, "none": 0, "block": 2}  # x of the column layer; in blocks, dy of the row's
+
+
 def both(rank: int, recipe: str, delayed: bool) -> dict[str, int]:
-    overlapped()
+    te_overlap = overlapped()
     te_modules.FP8GlobalStateManager.enabled = recipe != "none"
     te_modules.FP8GlobalStateManager.recipe = te_modules.Recipe(recipe)
     te_modules.Linear.delay_wgrad_compute = delayed
-    for mode in SIZES:
-        ours = stepped(rank, layer(rank, mode, True, bias=mode == "column"), mode)
-        plain = stepped(rank, layer(rank, mode, False, bias=mode == "column"), mode)
-        for name, one, other in zip(("y", "dx", "dw"), ours, plain, strict=True):
-            assert_exact(one, other, f"{mode} {name}")
+    ops = te_overlap.ops
+    with mock.patch.object(ops, "start_gather_beside", wraps=ops.start_gather_beside) as beside:
+        for mode in SIZES:
+            ours = stepped(rank, layer(rank, mode, True, bias=mode == "column"), mode)
+            plain = stepped(rank, layer(rank, mode, False, bias=mode == "column"), mode)
+            for name, one, other in zip(("y", "dx", "dw"), ours, plain, strict=True):
+                assert_exact(one, other, f"{mode} {name}")
+    assert beside.call_count == BESIDE[recipe], "gathers by copy engines"
     return _totals()
 
 
