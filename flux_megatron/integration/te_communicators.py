@@ -139,6 +139,8 @@ def _begin(shard: Any, group: ProcessGroup, quantizer: Any) -> tuple[Any, _InFli
         if not isinstance(shard, base.Float8TensorStorage) or is_non_tn_fp8_gemm_supported():
             return None
         rows, scales = shard._data, None
+        if rows is None:
+            return None
         whole = base.Float8TensorStorage(
             data=rows.new_empty(1).expand(group.size() * len(rows), *rows.shape[1:]),
             fp8_scale_inv=shard._scale_inv, fp8_dtype=shard._fp8_dtype, quantizer=quantizer,
