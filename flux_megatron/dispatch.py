@@ -118,7 +118,8 @@ def undecided(group: ProcessGroup, device: torch.device, description: str) -> Wo
 
 def gather_refused(group: ProcessGroup, device: torch.device) -> str | None:
     """Why copy engines cannot gather without a plan (`ops.start_gather_beside`), or None."""
-    return workspace(group, device).unavailable
+    unavailable = workspace(group, device).unavailable
+    return registry.gather_refusal(settings.get().strategy, unavailable)
 
 
 def refuse(error: str, group: ProcessGroup, device: torch.device) -> NoReturn:

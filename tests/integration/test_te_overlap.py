@@ -111,6 +111,18 @@ def test_layers_follow_those_without_overlap(recipe, delayed):
     assert run_ranks(both, 2, recipe, delayed, environment=named) == [calls, calls]
 
 
+def by_nccl(rank: int) -> int:
+    ops = overlapped().ops
+    with mock.patch.object(ops, "start_gather_beside") as beside:
+        stepped(rank, layer(rank, "column", True), "column")
+    return beside.call_count
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "signalled"])
+def test_strategies_without_symmetric_memory_gather_without_it(strategy):
+    assert run_ranks(by_nccl, 2, environment={"FLUX_MEGATRON_STRATEGY": strategy}) == [0, 0]
+
+
 FP8_LAYERS = (1, 2)  # of four
 
 
