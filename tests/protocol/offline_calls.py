@@ -46,7 +46,12 @@ from triton.runtime import driver as active
 CALLERS, COPY, SMS = 5, 7, 132
 M_SHARD, N, K = 1024, 1024, 512
 FEW_ROWS = 16  # a shard, of `low_latency`
-FIRST_EPOCHS = {"gather": 70000, "scatter": 90000, "words": 110000}  # no size is such a number
+FIRST_EPOCHS = {
+    "gather": 70000,
+    "scatter": 90000,
+    "words": 110000,
+    "rows beside": 130000,
+}  # no size is such a number
 
 
 class Offline:
@@ -155,6 +160,7 @@ PLANS["hopper ag_gemm, FP8"] = Plan("hopper", tile=FP8_TILE)
 PLANS["hopper gemm_rs, FP8"] = Plan("hopper", comm_rows=512, tile=FP8_TILE, transport="copy_engine")
 PLANS["pipelined ag_gemm, FP8 in blocks"] = PLANS["pipelined ag_gemm"]
 PLANS["pipelined gemm_rs, FP8"] = PLANS["pipelined gemm_rs"]
+PLANS["pipelined beside, FP8 in blocks"] = PLANS["pipelined ag_gemm"]  # which it does not have
 WITH_BIAS = (
     "hopper ag_gemm", "pipelined ag_gemm", "pipelined ag_gemm, FP8 in blocks",
     "low_latency ag_gemm, TMA",
@@ -225,7 +231,7 @@ class Call:
         kind = re.split(r"[ ,]+", name)[1]
         self.call = {
             "ag_gemm": self.ag_gemm, "gemm_rs": self.gemm_rs, "gemm_ar": self.gemm_ar,
-            "lent": self.lent_rows,
+            "lent": self.lent_rows, "beside": self.rows_beside,
             "backward": self.column_backward, "column": self.column_layer, "row": self.row_layer,
         }[kind]  # fmt: skip
         self.differentiates = name.endswith("layer")
@@ -250,6 +256,15 @@ class Call:
     def lent_rows(self) -> torch.Tensor:
         """As backward of a row layer."""
         return ops.run_ag_gemm(self.x, self.w, None, self.group, plan=self.plan, consume=wgrad)
+
+    def rows_beside(self) -> torch.Tensor:
+        """As what is gathered for weights' gradients of FP8."""
+        gather = ops.start_gather_beside(self.x, self.scales["x_scale"], self.group)
+        wgrad(gather.complete())
+        scales = gather.complete()
+        by_torch(scales, out=scales.new_empty(scales.shape))
+        gather.finish()
+        return scales
 
     def column_backward(self) -> torch.Tensor:
         gather, scatter = ops.start_gather_and_gemm_rs(self.x, self.dy, self.w, self.group)

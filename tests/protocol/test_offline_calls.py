@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not fake_driver.compiler(), reason="no C compiler"),
     pytest.mark.skipif(torch.version.cuda is not None, reason="this torch loads a driver itself"),
 ]
-EPOCHS = {"gather": 70000, "scatter": 90000, "words": 110000}  # of the first call
+EPOCHS = {"gather": 70000, "scatter": 90000, "words": 110000, "rows beside": 130000}  # first call
 FORK, JOIN = ["record", "follow"], ["record", "follow"]
 PUSH = ["copy", "write"]
 GATHER = [*FORK, *PUSH]
@@ -36,6 +36,9 @@ CALLS = {
     "pipelined ag_gemm": [*GATHER, *PUSH, "torch", "launch", "torch", "torch", *JOIN],
     "pipelined ag_gemm, FP8 in blocks": [  # whose scales go before the first signal
         *FORK, "copy", *PUSH, *PUSH, "torch", "launch", "torch", *JOIN,
+    ],
+    "pipelined beside, FP8 in blocks": [
+        *FORK, "copy", *PUSH, "copy", "copy", "launch", "torch", "torch", *JOIN,
     ],
     "pipelined gemm_rs, FP8": [
         "torch", *FORK, *PUSH, "torch", *FORK, "write", "launch", *JOIN,
