@@ -20,13 +20,16 @@ from flux_megatron.kernels.gluon_versions import (
 )
 from flux_megatron.kernels.hopper_primitives import (
     MAX_COMM_TILES,
+    begin_draw,
     complete_tma_stores,
     count_acq_rel_gpu,
     count_release_sys,
+    end_draw,
     here,
     signal_release_sys,
 )
-from flux_megatron.kernels.hopper_tile_order import rs_tile
+from flux_megatron.kernels.hopper_signals import Signals
+from flux_megatron.kernels.hopper_tile_order import rs_tile, tile_in_groups
 
 
 @aggregate
@@ -141,18 +144,28 @@ class TileTargets:
         tma_store(self.y_desc, [m * sizes.BLOCK_M, n * sizes.BLOCK_N], tile)
         tma.store_wait(pendings=0)
 
+    @gluon.jit
+    def collect(self, staging, fetched, grid, sizes):
+        """Behind the last work tile."""
+        pass
+
 
 @aggregate
 class GatheringTargets:
     """Those of GEMM+AR: a finished tile of the local shard goes to every rank's gathered buffer
-    too, and the last of a communication tile signals [A] there.
+    too, and the last of a communication tile signals [A] there. What the others have stored in
+    this rank's goes on to `result` [M, N].
     """
 
     scatter: TileTargets
     tiles_comm: Number
+    gathered_desc: Descriptor
     gathered_pointers: Pointer
     pad_pointers: Pointer
-    epoch: Number
+    signals: Signals
+    result: Pointer
+    drawn: Pointer
+    M: Number
 
     @gluon.jit
     def fetch(self, place, staging, fetched):
@@ -185,7 +198,53 @@ class GatheringTargets:
             for hops in range(1, sizes.WORLD_SIZE):
                 peer = (sizes.rank + hops) % sizes.WORLD_SIZE
                 pad = gl.load(self.pad_pointers + peer).to(gl.pointer_type(gl.int32))
-                signal_release_sys(pad, slot, self.epoch)  # signal [A]
+                signal_release_sys(pad, slot, self.signals.epoch)  # signal [A]
+
+    @gluon.jit
+    def collect(self, staging, fetched, grid, sizes):
+        """Copy the other ranks' sums from the gathered buffer to `result`, tile by tile. CTAs draw
+        them, so most go to those that have nothing left to multiply.
+        """
+        signals = self.signals
+        deadline = signals.deadline()
+        per_shard = grid.rows * grid.columns
+        comm_tiles = gl.cdiv(per_shard, self.tiles_comm)
+        tiles = per_shard * (sizes.WORLD_SIZE - 1)
+        arrived = signals.none_arrived()
+        place = end_draw(begin_draw(self.drawn))
+        while place < tiles:
+            ticket = begin_draw(self.drawn)
+            number = place // (sizes.WORLD_SIZE - 1)
+            hops = 1 + place % (sizes.WORLD_SIZE - 1)
+            source = (here(sizes.rank) + hops) % sizes.WORLD_SIZE
+            arrived = signals.await_once(
+                arrived, source, number // self.tiles_comm, comm_tiles, deadline
+            )  # wait [A]
+            group_m = min(grid.GROUP_M, grid.rows)
+            m, n = tile_in_groups(number, grid.rows, grid.columns, group_m)
+            self._copy(source, m, n, staging, fetched, sizes)
+            fetched += 1
+            place = end_draw(ticket)
+        if place == tiles + gl.num_programs(0) - 1:
+            gl.store(self.drawn, 0)  # every CTA has drawn in vain: the next launch begins at 0
+
+    @gluon.jit
+    def _copy(self, source, m, n, staging, fetched, sizes):
+        """A tile of the rows of `source`. It may reach beyond them: those are left out here."""
+        dtype: gl.constexpr = self.gathered_desc.dtype
+        first = source * sizes.M_shard
+        row = m * sizes.BLOCK_M
+        col = n * sizes.BLOCK_N
+        mbarrier.expect(staging.fetched, self.gathered_desc.block_type.nbytes)
+        tma_load(self.gathered_desc, [first + row, col], staging.fetched, staging.tile)
+        theirs = tma.make_tensor_descriptor(
+            self.result.to(gl.pointer_type(dtype)) + first.to(gl.int64) * sizes.N,
+            [min(sizes.M_shard, self.M - first), sizes.N], [sizes.N, 1],
+            [sizes.BLOCK_M, sizes.BLOCK_N], self.gathered_desc.layout,
+        )  # fmt: skip
+        mbarrier.wait(staging.fetched, fetched & 1)
+        tma_store(theirs, [row, col], staging.tile)
+        tma.store_wait(pendings=0)
 
 
 @gluon.jit
@@ -222,3 +281,4 @@ def move_tiles(targets, staging, exchange, tiles, sizes, signals):
                 targets.send(owner, hops, number, per_shard, staging.tile, sizes, signals)
             mbarrier.arrive(staging.empty, count=1)
         place, phase = exchange.take(phase, 1)
+    targets.collect(staging, fetched, grid, sizes)
