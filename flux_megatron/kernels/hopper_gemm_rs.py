@@ -155,16 +155,16 @@ class RsConfig(Config):
 # no number compiles a kernel of its own
 @gluon.jit(
     do_not_specialize=[
-        "rank", "epoch", "timeout_ns", "tiles_comm", "gather_epoch", "M", "M_shard", "N", "K", "late",
-        "work_tiles", "first_part", "parts", "cut_1", "cut_2", "cut_3", "by_id",
+        "rank", "epoch", "timeout_ns", "tiles_comm", "gather_epoch", "M", "M_shard", "N", "K",
+        "late", "work_tiles", "first_part", "parts", "cut_1", "cut_2", "cut_3", "by_id",
     ]
 )  # fmt: skip
 def hopper_gemm_rs_kernel(
     x_desc, w_desc, parts_desc, received_desc, y_desc, x_scale, w_scale, partials,
     received_pointers, pad_pointers, gathered_desc, gathered_pointers, gather_pads, gather_pad,
     result, drawn, pad, status, counters, partial_counters, work_words, rank, epoch,
-    timeout_ns: gl.int64, tiles_comm, gather_epoch, M, M_shard, N, K, late, work_tiles, first_part, parts, cut_1, cut_2, cut_3, by_id,
-    CONFIG: gl.constexpr,
+    timeout_ns: gl.int64, tiles_comm, gather_epoch, M, M_shard, N, K, late, work_tiles, first_part,
+    parts, cut_1, cut_2, cut_3, by_id, CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = y_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = y_desc.block_type.shape[1]
@@ -234,6 +234,15 @@ class Gathering(NamedTuple):
     drawn: Any
 
 
+def _tensors_of(gathering: Gathering | None, block: tuple[int, int]) -> tuple[Any, ...]:
+    """What the kernel takes for it, and nothing for GEMM+RS."""
+    if gathering is None:
+        return (None,) * 6
+    there = hopper_descriptors.described(gathering.gathered, *block)
+    given = gathering.pointers, gathering.pad_pointers, gathering.pad, gathering.y, gathering.drawn
+    return there, *given
+
+
 @lru_cache(maxsize=256)  # a call of new sizes would wait for a dataclass
 def _compiled_for(
     world_size: int, layout: str, tile: Tile, by_sm: bool, chunks: int, scaling: Scaling | None
@@ -277,13 +286,13 @@ def gemm_rs(
             described(parts, *block), described(received, *block), described(own, *block),
             *scales_or(x, scaling),
             partial_sums(x, sums, partial_counters),
-            received_pointers, pad_pointers,
-            gathering and described(gathering.gathered, *block), gathering and gathering.pointers,
-            gathering and gathering.pad_pointers, gathering and gathering.pad,
-            gathering and gathering.y, gathering and gathering.drawn, pad, status, counters, partial_counters, work_words,
+            received_pointers, pad_pointers, *_tensors_of(gathering, block), pad, status, counters,
+            partial_counters, work_words,
         ),
-        (rank, epoch, timeout_ns, tiles_comm, gathering and gathering.epoch,
-         gathering and x.shape[0], *sizes),
+        (
+            rank, epoch, timeout_ns, tiles_comm, gathering and gathering.epoch,
+            gathering and x.shape[0], *sizes,
+        ),
         CONFIG=config,
     )  # fmt: skip
     return y

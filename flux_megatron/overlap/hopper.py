@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from flux_megatron.kernels import hopper_gemm
 from flux_megatron.kernels.hopper_config import LOW
