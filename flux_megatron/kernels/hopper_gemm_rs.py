@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -32,12 +31,12 @@ from flux_megatron.kernels import hopper_config, hopper_descriptors
 from flux_megatron.kernels.gluon_versions import Descriptor, Number, aggregate
 from flux_megatron.kernels.hopper_config import Config, common_config
 from flux_megatron.kernels.hopper_epilogue import (
-    GatheringTargets,
     StagingTile,
     TileTargets,
     move_tiles,
     new_staging_tile,
 )
+from flux_megatron.kernels.hopper_gathered_sums import Gathering, GatheringTargets, tensors_of
 from flux_megatron.kernels.hopper_ring import mma_layout, new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
@@ -219,30 +218,6 @@ def _sizes(
     )  # fmt: skip
 
 
-class Gathering(NamedTuple):
-    """What GEMM+AR adds: y [M, N] of all ranks' rows, the last of whom has fewer where R does not
-    divide M; this rank's buffer in which the others store theirs, and those of all ranks; what the
-    signals [A] announce; and the counter from which CTAs draw tiles to copy.
-    """
-
-    y: Any
-    gathered: Any
-    pointers: Any
-    pad_pointers: Any
-    pad: Any
-    epoch: Any
-    drawn: Any
-
-
-def _tensors_of(gathering: Gathering | None, block: tuple[int, int]) -> tuple[Any, ...]:
-    """What the kernel takes for it, and nothing for GEMM+RS."""
-    if gathering is None:
-        return (None,) * 6
-    there = hopper_descriptors.described(gathering.gathered, *block)
-    given = gathering.pointers, gathering.pad_pointers, gathering.pad, gathering.y, gathering.drawn
-    return there, *given
-
-
 @lru_cache(maxsize=256)  # a call of new sizes would wait for a dataclass
 def _compiled_for(
     world_size: int, layout: str, tile: Tile, by_sm: bool, chunks: int, scaling: Scaling | None
@@ -286,7 +261,7 @@ def gemm_rs(
             described(parts, *block), described(received, *block), described(own, *block),
             *scales_or(x, scaling),
             partial_sums(x, sums, partial_counters),
-            received_pointers, pad_pointers, *_tensors_of(gathering, block), pad, status, counters,
+            received_pointers, pad_pointers, *tensors_of(gathering, block), pad, status, counters,
             partial_counters, work_words,
         ),
         (

@@ -30,7 +30,7 @@ from flux_megatron.symm.program import CallProgram, ChannelSlots, Slot
 from flux_megatron.symm.signals import MAX_COMM_TILES
 
 if TYPE_CHECKING:
-    from flux_megatron.kernels.hopper_gemm_rs import Gathering
+    from flux_megatron.kernels.hopper_gathered_sums import Gathering
 
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
@@ -162,7 +162,7 @@ def _gemm_rs(p: CallProgram, gathering: Gathering | None = None) -> Slot:
 
 def _gemm_ar(p: CallProgram) -> Slot:
     """The kernel stores its sums at every rank, and copies those of the others to y."""
-    from flux_megatron.kernels.hopper_gemm_rs import Gathering
+    from flux_megatron.kernels.hopper_gathered_sums import Gathering
 
     M, N = len(p.x), p.N
     y = p.x.new_empty(M, N)

@@ -40,6 +40,7 @@ from flux_megatron.kernels import (
 )
 from flux_megatron.kernels.expert_call import ExpertCall
 from flux_megatron.kernels.expert_weights import ExpertWeights
+from flux_megatron.kernels.hopper_gathered_sums import Gathering
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.overlap import hopper
 from flux_megatron.problem import Pattern, Plan, Problem
@@ -158,7 +159,7 @@ def _scattering(problem: Problem, plan: Plan, gathers: bool = False) -> Launcher
     dtype = scaling.out_dtype if scaling else x.dtype
     out, words = memory(1, plan.tile.block_n, dtype=dtype), memory(1)
     y = memory(problem.M, problem.N_local, dtype=dtype)
-    gathering = hopper_gemm_rs.Gathering(y, y, words, words, words, 1, words)
+    gathering = Gathering(y, y, words, words, words, 1, words)
     call = partial(
         hopper_gemm_rs.gemm_rs, x, w, parts=out, received=out, received_pointers=words,
         pad_pointers=words, pad=words, status=words, counters=words, partial_counters=words,
