@@ -29,7 +29,7 @@ def bench(
     ] = None,
     pattern: Annotated[
         str | None,
-        typer.Option(help="Default ag_gemm,gemm_rs,backward,gemm, on the CPU ag_gemm,gemm_rs"),
+        typer.Option(help="Default ag_gemm,gemm_rs,backward, on the CPU ag_gemm,gemm_rs"),
     ] = None,
     M: Annotated[
         str | None, typer.Option("--M", help="Rows; default 64 to 8192, on the CPU 64")
@@ -78,7 +78,7 @@ def bench(
         commit=commit, beside=beside, graphs=graphs, shapes=shapes, all_plans=all_plans,
     )  # fmt: skip
     kept = f"{options.out} has the rows of what is done; --suite, --pattern and --M choose the rest"
-    launch.start(options, out, kept, "bench", "worker")
+    launch.start(options, out, kept, "bench", "runner")
 
 
 @app.command("operations")
@@ -107,7 +107,7 @@ def bench_operations(
         time_limit_s=time_limit, commit=commit,
     )  # fmt: skip
     kept = f"{options.out} has the rows of what is done; --only chooses the rest"
-    launch.start(options, out, kept, "bench operations", "operations.worker")
+    launch.start(options, out, kept, "bench operations", "operations")
 
 
 def trace(

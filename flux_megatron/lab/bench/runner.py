@@ -71,7 +71,7 @@ def measure(
         every = [*experiment.candidates(), *_of_competitors(experiment, competitors)]
     known = (*BASELINES, *options.candidates)
     chosen = [one for one in every if not options.candidates or one.name in known]
-    if options.all_plans and isinstance(experiment, Forward) and case.pattern != "gemm":
+    if options.all_plans and isinstance(experiment, Forward):
         chosen += experiment.all_plans()
     for beside in options.conditions:
         replayed = [*in_graphs(chosen, device)] if options.graphs else []

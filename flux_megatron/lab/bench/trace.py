@@ -20,7 +20,7 @@ from flux_megatron.lab.bench.backward import Backward
 from flux_megatron.lab.bench.candidates import BEHIND_SLEEP
 from flux_megatron.lab.bench.options import TraceOptions
 from flux_megatron.lab.bench.suites import Case
-from flux_megatron.lab.bench.worker import joined
+from flux_megatron.lab.bench.table_run import Run
 from flux_megatron.overlap.phase import PREFIX
 from flux_megatron.symm import objects, workspace
 from flux_megatron.tuning.timing import AFTER_ALIGNMENT
@@ -62,19 +62,17 @@ def step_of(
     return step
 
 
-def main(options: TraceOptions) -> None:
-    """Trace as rank RANK of WORLD_SIZE (torchrun's variables)."""
+def measure_all(options: TraceOptions, run: Run) -> None:
     os.environ["FLUX_MEGATRON_STRATEGY"] = options.strategy
     settings.reload()
-    with joined(options) as run:
-        if run.first:
-            print(f"{2 * WARMUP} steps to warm up, one to record", file=sys.stderr, flush=True)
-        step = step_of(options, run.group, run.device)
-        profiler = _traced(step, run.group, run.device)
-        profiler.export_chrome_trace(f"{options.out}/trace_rank-{run.group.rank()}.json")
-        summaries = objects.all_gather(summarize(profiler.events()), run.group)
-        if run.first:
-            _print(options, summaries)
+    if run.first:
+        print(f"{2 * WARMUP} steps to warm up, one to record", file=sys.stderr, flush=True)
+    step = step_of(options, run.group, run.device)
+    profiler = _traced(step, run.group, run.device)
+    profiler.export_chrome_trace(f"{options.out}/trace_rank-{run.group.rank()}.json")
+    summaries = objects.all_gather(summarize(profiler.events()), run.group)
+    if run.first:
+        _print(options, summaries)
 
 
 def _traced(step: Callable[[], object], group: ProcessGroup, device: torch.device) -> profile:
