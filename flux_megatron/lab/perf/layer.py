@@ -1,8 +1,8 @@
 """The time of one transformer layer on one GPU for one micro-batch: by piece, forward and backward.
 
-Linear layers come from `linear`, attention from `attention`; the rest is bound by memory. Times are
-microseconds and include the tensor-parallel communication that stays exposed. Every function raises
-`BadInput` for a cluster without a GPU that `hardware` describes.
+Linear layers come from `linear`, experts from `moe_layer`; beside attention the rest is bound by
+memory. Times are microseconds and include the tensor-parallel communication that stays exposed.
+Every function raises `BadInput` for a cluster without a GPU that `hardware` describes.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from flux_megatron.lab.perf import attention, linear, moe_layer, quantization
+from flux_megatron.lab.perf import linear, moe_layer, quantization
 from flux_megatron.lab.perf.collectives import all_reduce_us, collective_us
-from flux_megatron.lab.perf.gemm import pass_us
+from flux_megatron.lab.perf.gemm import gemm_us, pass_us
 from flux_megatron.lab.perf.hardware import H200, in_training
 from flux_megatron.launch.workload import ELEMENT_BYTES, Workload
 
@@ -58,7 +58,7 @@ def pieces(workload: Workload) -> list[Piece]:
         mlp = [_linear(workload, name, *sizes[name]) for name in ("fc1", "fc2")]
     return [
         _linear(workload, "qkv", *sizes["qkv"]),
-        Piece("attention", *attention.core_us(workload, in_training(workload.cluster))),
+        _attention(workload),
         _linear(workload, "proj", *sizes["proj"]),
         *mlp[:-1],
         _activation(workload),
@@ -67,6 +67,35 @@ def pieces(workload: Workload) -> list[Piece]:
         *_userbuffers(workload),
         *_quantization(workload, sizes),
     ]
+
+
+def _attention(workload: Workload) -> Piece:
+    """Scores, softmax and weighted sum, causal, without dropout: by a flash kernel, of two GEMMs in
+    forward and five in backward, which a causal mask halves; or by whole matrices of scores, which
+    a kernel that scales, masks and takes the softmax reads and writes; in backward it reads two and
+    writes one. Before that queries and keys are turned by rope, each read and written.
+    """
+    model, tp, dtype = workload.model, workload.parallel.tp, workload.training.dtype
+    hardware = in_training(workload.cluster)
+    heads, head_size, s = model.heads // tp, model.hidden // model.heads, model.seq_length
+    if workload.training.flash_attention:
+        us = 2 * workload.tokens * s * head_size * heads / (hardware.peak_tflops * 1e6)
+        forward = hardware.launch_us + us / hardware.flash_forward
+        backward = hardware.launch_us + 2.5 * us / hardware.flash_backward
+    else:
+        gemms = heads * workload.training.micro_batch  # of each kind
+        both = sum(
+            gemms * (gemm_us(hardware, s, N, K, dtype) - hardware.launch_us)
+            for N, K in ((s, head_size), (head_size, s))
+        )
+        scores = gemms * s * s * ELEMENT_BYTES[dtype]
+        forward = both + pass_us(hardware, 2 * scores, kernels=3)
+        backward = 2 * both + pass_us(hardware, 3 * scores, kernels=5)
+    if model.position == "rope":
+        elements = workload.tokens * (heads + model.kv_heads // tp) * head_size
+        turned = pass_us(hardware, 2 * elements * ELEMENT_BYTES[dtype], kernels=2)
+        forward, backward = forward + turned, backward + turned
+    return Piece("attention", forward, backward)
 
 
 def _quantization(workload: Workload, sizes: Mapping[str, tuple[int, int]]) -> list[Piece]:
@@ -155,8 +184,10 @@ def embedding(workload: Workload) -> Piece:
     """
     rows = workload.gathered_bytes
     table = workload.padded_vocab // workload.parallel.tp * workload.model.hidden
-    one, summed = _collective_us(workload, rows), _all_reduce_us(workload, rows)
-    exchange = (one, one) if workload.parallel.sequence_parallel else (summed, 0.0)
+    exchange = _all_reduce_us(workload, rows), 0.0
+    if workload.parallel.sequence_parallel:
+        one = collective_us(in_training(workload.cluster), rows, workload.parallel.tp)
+        exchange = one, one
     # the table's gradient is zeroed, scattered into, and added to the fp32 gradient
     forward, backward = (
         _memory_us(workload, 2 * rows),
@@ -189,16 +220,9 @@ def head(workload: Workload) -> Piece:
     )
 
 
-def _collective_us(workload: Workload, size_bytes: int) -> float:
-    """An all-gather or reduce-scatter over the tensor-parallel ranks; nothing on one."""
-    tp = workload.parallel.tp
-    return collective_us(in_training(workload.cluster), size_bytes, tp) if tp > 1 else 0.0
-
-
 def _all_reduce_us(workload: Workload, size_bytes: int) -> float:
-    """An all-reduce over the tensor-parallel ranks; nothing on one."""
-    tp = workload.parallel.tp
-    return all_reduce_us(in_training(workload.cluster), size_bytes, tp) if tp > 1 else 0.0
+    """Over the tensor-parallel ranks."""
+    return all_reduce_us(in_training(workload.cluster), size_bytes, workload.parallel.tp)
 
 
 def optimizer_us(workload: Workload, parameters: int) -> float:

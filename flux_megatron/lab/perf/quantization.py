@@ -44,7 +44,7 @@ def cost(layer: Linear, name: str, hardware: Hardware, weights: float = 0.0) -> 
         return pass_us(hardware, elements * (read + written), recipe.kernels)
 
     gathered = layer.tp * (x if layer.column else dy)
-    agreed = all_reduce_us(hardware, 4, layer.tp) if recipe.looks and layer.tp > 1 else 0.0
+    agreed = all_reduce_us(hardware, 4, layer.tp) if recipe.looks else 0.0
     forward = cast_us(x, 1 if layer.column else 2) + (cast_us(w * weights, 2) if weights else 0.0)
     backward = cast_us(dy, 2 if layer.column else 1) + pass_us(hardware, 2 * gathered)
     before = (agreed, 0.0) if layer.column else (0.0, agreed)

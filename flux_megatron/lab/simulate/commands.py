@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flux_megatron.errors import BadInput
-from flux_megatron.lab.simulate import given
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+NAME = "study/one-node"  # which the options fill in
+HEAD = 128  # columns of an attention head, where their number is not given
+
+
+# of a GPU: GiB by its driver, its link, and that one's GB/s in one direction by data sheet
+MACHINES = {
+    "H200": (140, "nvlink", 450),
+    "H100": (80, "nvlink", 450),
+    "H800": (80, "nvlink", 200),
+    "A100": (80, "nvlink", 300),
+    "A100-PCIE": (80, "pcie", 32),
+}
 
 
 def simulate(
@@ -32,7 +45,7 @@ def simulate(
         bool, typer.Option("--sweep", help="Also other values of what the experiment assumes")
     ] = False,
     gpu: Annotated[
-        str | None, typer.Option(help=f"{', '.join(given.MACHINES)}; with NVLink but the last")
+        str | None, typer.Option(help=f"{', '.join(MACHINES)}; with NVLink but the last")
     ] = None,
     tp: Annotated[
         int | None, typer.Option(min=1, help="Ranks that share a layer, 4 by default")
@@ -65,7 +78,7 @@ def simulate(
     docs/cluster.md says how to read the output, docs/performance.md how far off it is.
     """
     from flux_megatron import option_values
-    from flux_megatron.lab.simulate import dlrm_tables, predictions, study, tables
+    from flux_megatron.lab.simulate import predictions, study, tables
 
     options = {
         "cluster.gpu": gpu, "parallel.tp": tp, "parallel.dp": dp, "model.hidden": hidden,
@@ -81,8 +94,8 @@ def simulate(
         if arm:
             raise BadInput(f"{name}: --set, --sweep and --json expected with a study")
         of_study = study.load(name, overrides)
-        shown = [*dlrm_tables.shown(of_study, sweep)]
-        plain = dlrm_tables.plain(of_study, sweep)
+        shown = [*study.shown(of_study, sweep)]
+        plain = study.plain(of_study, sweep)
     else:
         found = predictions.predict(name, overrides, arm or [], sweep)
         shown = [*tables.tables(found), *tables.remarks(found, assumptions)]
@@ -104,8 +117,27 @@ def _what(
         raise BadInput(f"{name}: no --gpu, --tp, --hidden ... beside it; --set changes its values")
     if not name and not of_options:
         raise BadInput("an experiment, or --gpu H100 --tp 8 --hidden 8192 expected")
-    overrides = {} if name else given.values(of_options)
-    return name or given.NAME, overrides | config_files.overrides(texts, EXAMPLE)
+    overrides = {} if name else values(of_options)
+    return name or NAME, overrides | config_files.overrides(texts, EXAMPLE)
+
+
+def values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given, and what follows from it, by dotted keys: one node of as many GPUs as the
+    ranks; of --hidden heads of 128, keys and values for every head, an MLP of four times the width.
+    `BadInput` for a GPU without a model, or a width that gives no heads.
+    """
+    found = {"cluster.gpu": "H200", "parallel.tp": 4, "parallel.dp": 1, **given}
+    if (name := found["cluster.gpu"]) not in MACHINES:
+        raise BadInput(f"--gpu {name}: one of {', '.join(MACHINES)} expected")
+    of_link = ("cluster.memory_gib", "cluster.link.kind", "cluster.link.bandwidth_gbps")
+    found |= dict(zip(of_link, MACHINES[name], strict=True))
+    found["cluster.gpus_per_node"] = found["parallel.tp"] * found["parallel.dp"]
+    found["training.global_batch"] = found.get("training.micro_batch", 1) * found["parallel.dp"]
+    if (hidden := given.get("model.hidden")) is None:
+        return found
+    if not (heads := given.get("model.heads", hidden // HEAD)):
+        raise BadInput(f"--hidden {hidden}: at least {HEAD} expected, or --heads with it")
+    return {"model.heads": heads, "model.kv_heads": heads, "model.ffn": 4 * hidden} | found
 
 
 def _print(items: Iterable[str | Table]) -> None:
