@@ -46,7 +46,7 @@ def generate(
     """Decode text with a GPT of `flux-megatron train`, over tensor-parallel ranks."""
     command_errors.require("generate", "megatron.core", "numpy", "psutil")
     from flux_megatron.lab.train import ranks
-    from flux_megatron.lab.train.rank_counts import show
+    from flux_megatron.lab.train.run_folder import show
 
     if "RANK" in os.environ:
         raise BadInput("RANK is set: generate starts its own ranks, run it without torchrun")

@@ -15,7 +15,7 @@ from flux_megatron.lab.generate.decoder import Decoder
 from flux_megatron.lab.train.checkpoint import load_weights
 from flux_megatron.lab.train.config import TrainConfig
 from flux_megatron.lab.train.model import gpt_model, transformer_config
-from flux_megatron.lab.train.rank_counts import counts_of_all_ranks
+from flux_megatron.lab.train.run_folder import counts_of_all_ranks
 from flux_megatron.lab.train.text import ByteTokenizer
 from flux_megatron.overlap.report import reset_report
 from flux_megatron.symm.step import synchronize

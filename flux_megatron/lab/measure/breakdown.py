@@ -13,17 +13,14 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from flux_megatron.lab.bench.table_run import append
-from flux_megatron.lab.bench.trace import length, union
+from flux_megatron.lab.bench.trace import Interval, length, union
 
-NAMES = 25
 KINDS = {
     "collective": r"nccl",
     "wait": r"wait_sources|rank_barrier|announce",
@@ -37,76 +34,43 @@ KINDS = {
 COMMUNICATION = ("collective", "wait", "copy")
 
 
-@dataclass(frozen=True)
-class Activity:
-    """Something that ran on the GPU, in us."""
-
-    name: str
-    begin: float
-    end: float
-
-    @property
-    def kind(self) -> str:
-        name = self.name.lower()
-        return next((kind for kind, words in KINDS.items() if re.search(words, name)), "other")
-
-
-def activities(trace: Path) -> list[Activity]:
-    """Of a trace that torch's profiler exported, in the order of their beginnings."""
-    events = json.loads(trace.read_text())["traceEvents"]
-    found = [
-        Activity(event["name"], event["ts"], event["ts"] + event["dur"])
-        for event in events
+def activities(trace: Path) -> list[tuple[str, Interval]]:
+    """What ran on the GPU in a trace that torch's profiler exported: its kind, and when, in us."""
+    return [
+        (kind_of(event["name"].lower()), (event["ts"], event["ts"] + event["dur"]))
+        for event in json.loads(trace.read_text())["traceEvents"]
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
     ]
-    return sorted(found, key=lambda one: one.begin)
 
 
-def most(by_name: dict[str, float]) -> dict[str, int]:
-    ordered = sorted(by_name.items(), key=lambda item: -item[1])
-    return {name: round(us) for name, us in ordered[:NAMES]}
+def kind_of(name: str) -> str:
+    return next((kind for kind, words in KINDS.items() if re.search(words, name)), "other")
 
 
-def shares(recorded: Sequence[Activity]) -> dict[str, Any]:
-    """Times of a step in us. Kinds that run at once both count in `by_kind`; `idle_before`
-    is how long nothing ran before activities of a name began; `in_turn` has each product and each
-    collective as it came.
-    """
+def shares(recorded: list[tuple[str, Interval]]) -> dict[str, Any]:
+    """Times of a step in us. Kinds that run at once both count in `by_kind_us`."""
     by_kind: dict[str, float] = defaultdict(float)
-    by_name: dict[str, float] = defaultdict(float)
-    idle_before: dict[str, float] = defaultdict(float)
-    until = recorded[0].begin
-    for one in recorded:
-        by_kind[one.kind] += one.end - one.begin
-        by_name[one.name[:90]] += one.end - one.begin
-        idle_before[one.name[:90]] += max(0.0, one.begin - until)
-        until = max(until, one.end)
-    spans = [(one.begin, one.end) for one in recorded]
-    busy = length(union(spans))
-    computing = length(union((a.begin, a.end) for a in recorded if a.kind not in COMMUNICATION))
-    span = max(one.end for one in recorded) - recorded[0].begin
+    for kind, span in recorded:
+        by_kind[kind] += length([span])
+    busy = union(span for _, span in recorded)
+    computing = length(union(span for kind, span in recorded if kind not in COMMUNICATION))
+    span_us = busy[-1][1] - busy[0][0]
     return {
-        "span_us": round(span), "idle_us": round(span - busy),
-        "communication_alone_us": round(busy - computing),
+        "span_us": round(span_us), "idle_us": round(span_us - length(busy)),
+        "communication_alone_us": round(length(busy) - computing),
         "by_kind_us": {kind: round(us) for kind, us in sorted(by_kind.items())},
-        "longest_us": most(by_name), "idle_before_us": most(idle_before),
-        "in_turn_us": [
-            (one.name[:40], round(one.end - one.begin))
-            for one in recorded if one.kind in ("linear", "collective")
-        ],
     }  # fmt: skip
 
 
 def main(out: Path, traces: list[Path]) -> None:
-    """Append a row a trace, and print what is short."""
+    """Append a row a trace, and print it."""
     for trace in traces:
         found = activities(trace)
         if not found:
             raise typer.BadParameter(f"{trace} has nothing that ran on a GPU")
-        row = {"what": "breakdown", "trace": trace.name, **shares(found)}
-        append(out, [row])
-        kept = ("trace", "span_us", "idle_us", "communication_alone_us", "by_kind_us")
-        print({key: row[key] for key in kept}, flush=True)
+        row = {"trace": trace.name, **shares(found)}
+        append(out, [{"what": "breakdown", **row}])
+        print(row, flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def results(
     from rich.console import Console
 
     from flux_megatron import option_values
-    from flux_megatron.lab.results import plot, tables
+    from flux_megatron.lab.results import tables
     from flux_megatron.lab.results.report import read, reports
 
     option_values.number("--loss-bound", loss_bound, zero=True, unit="nats")
@@ -50,5 +50,5 @@ def results(
             name = report.experiment.name.replace("/", "_")
             file = out / (f"{index}_{name}" if len(found) > 1 else name)
             file.with_name(f"{file.name}.md").write_text(tables.as_markdown(report))
-            plot.draw(report, file.with_name(f"{file.name}.png"))
+            tables.draw(report, file.with_name(f"{file.name}.png"))
             console.print(f"wrote {file}.md and {file}.png", soft_wrap=True, highlight=False)

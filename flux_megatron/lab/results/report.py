@@ -75,22 +75,13 @@ class Report:
 
     def plain(self) -> dict[str, Any]:
         """For JSON: SI units; numbers that JSON has not are strings."""
-        runs = [
-            {
-                "folder": str(run.folder),
-                "arms": _plain(arms),
-                "missing": [arm for arm in self.experiment.arms if arm not in run.arms],
-            }
-            for run, arms in zip(self.runs, self.arms, strict=True)
-        ]
-        return {
-            "experiment": self.experiment.name,
-            "machine": self.machine,
-            "paper": self.experiment.paper,
-            "runs": runs,
-            "speedups": _plain(self.speedups),
-            "losses": _plain(self.losses),
-        }
+        of, runs = self.experiment, []
+        for run, arms in zip(self.runs, self.arms, strict=True):
+            missing = [arm for arm in of.arms if arm not in run.arms]
+            runs.append({"folder": str(run.folder), "arms": _plain(arms), "missing": missing})
+        compared = {"speedups": _plain(self.speedups), "losses": _plain(self.losses)}
+        known = {"experiment": of.name, "machine": self.machine, "paper": of.paper}
+        return {**known, "runs": runs, **compared}
 
 
 def read(run: Path) -> list[Run]:
