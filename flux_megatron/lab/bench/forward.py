@@ -125,8 +125,6 @@ class Forward:
         return lambda: (hopper_ag_gemm.gemm(x, w, layout, tile),), ""
 
     def _problem(self, pattern: Pattern) -> Problem:
-        case = self.case
-        dtype = str(self.x.dtype).removeprefix("torch.")
-        return Problem(
-            pattern, case.M, case.N, case.K, dtype, case.world_size, case.layout, self.device.type
-        )
+        case, dtype = self.case, str(self.x.dtype).removeprefix("torch.")
+        sizes = case.M, case.N, case.K
+        return Problem(pattern, *sizes, dtype, case.world_size, case.layout, self.device.type)

@@ -11,10 +11,10 @@ from flux_megatron.lab.bench import suites
 from flux_megatron.lab.bench.suites import Case
 from flux_megatron.tune_command.widths import CPU_SCALE, MODELS
 
-# in every race: E is the same whoever else takes part
+# in every race
 BASELINES = ("gemm", "ours_gemm", "serial", "serial_again", "megatron")
-COMPETITORS = (n for of in suites.PEERS.values() for names in of.values() for n in names)
-KNOWN = (*settings.STRATEGIES, *dict.fromkeys(COMPETITORS), *BASELINES)  # every candidate's name
+_OTHERS = (n for of in suites.PEERS.values() for names in of.values() for n in names)
+KNOWN = (*settings.STRATEGIES, *dict.fromkeys(_OTHERS), *BASELINES)  # every candidate's name
 # what is measured where nothing else is asked for
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cuda": {
@@ -74,11 +74,6 @@ class Options(RankOptions):
     def dtype(self) -> str:
         return "bfloat16" if self.device == "cuda" else "float32"
 
-    @property
-    def conditions(self) -> tuple[bool, ...]:
-        """The values of `Row.beside` in the rows of a case."""
-        return (False, True) if self.beside else (False,)
-
     def cases(self) -> list[Case]:
         """All cases, by suite and M: some competitors are prepared for both together."""
         if self.shapes:
@@ -120,10 +115,7 @@ def parsed(
 
 @dataclass(frozen=True)
 class OperationOptions(RankOptions):
-    """What to measure: `names` of OPERATIONS, and of those the cases whose text has `only`."""
-
     names: tuple[str, ...]
-    only: str = ""
     rounds: int = 12
 
     def __post_init__(self) -> None:
@@ -157,7 +149,6 @@ class TraceOptions(RankOptions):
 
 
 def traced(layer: str, device: str, M: int | None, N: int | None, K: int | None) -> dict[str, Any]:
-    """What was given, and defaults for the rest."""
     default_M, wide, narrow = TRACED.get(device, TRACED["cuda"])
     default_N, default_K = (wide, narrow) if layer == "column" else (narrow, wide)
     return {"M": M or default_M, "N": N or default_N, "K": K or default_K}

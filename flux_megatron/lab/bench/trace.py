@@ -49,7 +49,6 @@ class Summary(NamedTuple):
 def step_of(
     options: TraceOptions, group: ProcessGroup, device: torch.device
 ) -> Callable[[], object]:
-    """Forward and backward of one layer on operands of this rank."""
     op = "fc1" if options.layer == "column" else "fc2"
     sizes = options.M, options.N, options.K
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -50,7 +50,6 @@ def of(workload: Workload) -> Accuracy:
 
 
 def sentence(workload: Workload) -> str:
-    """For the reader of a prediction."""
     found = of(workload)
     if found.step is None:
         return f"Error of the model here: unknown; {found.of}."

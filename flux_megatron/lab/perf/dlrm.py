@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -122,13 +123,15 @@ def all_to_all_us(network: Network, size_bytes: float, messages: int = 1) -> flo
     """Each node has `size_bytes`, an equal share for every node and itself, in `messages` to each
     other one.
 
-    A dimension of `n` nodes of a torus carries each byte n / 4 hops in the mean, over two links.
+    A dimension of `n` nodes of a torus carries each byte n / 4 hops in the mean, the shorter way,
+    over two links.
     """
     issued = (network.nodes - 1) * messages * network.message_us
     remote = size_bytes * (network.nodes - 1) / network.nodes
     sent = remote / network.link_gbps
     if network.kind == "torus":
-        sent = max(_mean_hops(size) for size in network.shape) * size_bytes / 2 / network.link_gbps
+        between = ([min(step, n - step) for step in range(n)] for n in network.shape)
+        sent = max(map(fmean, between)) * size_bytes / 2 / network.link_gbps
     return network.hops_us + max(issued, sent * 1e-3)
 
 
@@ -147,8 +150,3 @@ def _ring_us(network: Network, size_bytes: float, nodes: int, links: int) -> flo
     rounds = 2 * (nodes - 1)
     moved = rounds / nodes * size_bytes
     return rounds * network.latency_us + moved / links / network.link_gbps * 1e-3
-
-
-def _mean_hops(size: int) -> float:
-    """Between two nodes of a ring, themselves included, the shorter way."""
-    return sum(min(step, size - step) for step in range(size)) / size

@@ -184,18 +184,12 @@ class Costs:
         return self.study.step.update_ratio * lookup
 
     def sum_us(self, layers: int) -> float:
-        """The all-reduce of their gradients."""
         return dlrm.all_reduce_us(self.study.network, layers * self._layer_bytes)
 
 
 def like_h200(gpu: Gpu, dtype: str) -> Hardware:
     """A GPU by its data sheet at the H200's ratios; fp32 GEMMs reach 80 % of the sheet."""
     share = 0.8 if dtype == "float32" else H200.tflops[dtype] / H200.peak_tflops
-    return replace(
-        H200,
-        name=gpu.name,
-        sms=gpu.sms,
-        tflops={dtype: share * gpu.tflops, "float32": share * gpu.tflops},
-        memory_gbps=gpu.memory_gbps * H200.memory_gbps / H200_MEMORY_GBPS,
-        source="its data sheet, at the H200's ratios",
-    )
+    tflops = {dtype: share * gpu.tflops, "float32": share * gpu.tflops}
+    memory_gbps = gpu.memory_gbps * H200.memory_gbps / H200_MEMORY_GBPS
+    return replace(H200, name=gpu.name, sms=gpu.sms, tflops=tflops, memory_gbps=memory_gbps)

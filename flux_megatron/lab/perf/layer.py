@@ -116,16 +116,11 @@ def _linear(workload: Workload, name: str, N: int, K: int, strategy: str | None 
 
 
 def _layer(workload: Workload, name: str, N: int, K: int) -> linear.Linear:
-    return linear.Linear(
-        column=name not in ("proj", "fc2"),
-        M=workload.tokens,
-        N=N,
-        K=K,
-        tp=workload.parallel.tp,
-        dtype=workload.training.dtype,
-        sequence_parallel=workload.parallel.sequence_parallel,
-        fp8=workload.training.fp8 != "none" and name != "head",
-    )
+    column, sizes = name not in ("proj", "fc2"), (workload.tokens, N, K)
+    parallel, training = workload.parallel, workload.training
+    fp8 = training.fp8 != "none" and name != "head"
+    shared = parallel.sequence_parallel
+    return linear.Linear(column, *sizes, parallel.tp, training.dtype, shared, fp8)
 
 
 def _activation(workload: Workload) -> Piece:
@@ -211,17 +206,12 @@ def head(workload: Workload) -> Piece:
     loss = Piece("loss", _memory_us(workload, 26 * logits, 4), _memory_us(workload, 14 * logits, 2))
     # maximum, target's logit and sum of every token are all-reduced
     reduced = 3 * _all_reduce_us(workload, 4 * workload.tokens)
-    return Piece(
-        "head",
-        logits_gemm.forward_us + norm.forward_us + loss.forward_us + reduced,
-        logits_gemm.backward_us + norm.backward_us + loss.backward_us,
-        logits_gemm.forward_exposed_us + reduced,
-        logits_gemm.backward_exposed_us,
-    )
+    summed = Piece("", reduced, 0.0, reduced)
+    times = zip(*(one[1:] for one in (logits_gemm, norm, loss, summed)), strict=True)
+    return Piece("head", *map(sum, times))
 
 
 def _all_reduce_us(workload: Workload, size_bytes: int) -> float:
-    """Over the tensor-parallel ranks."""
     return all_reduce_us(in_training(workload.cluster), size_bytes, workload.parallel.tp)
 
 

@@ -66,11 +66,12 @@ class _Prediction(NamedTuple):
             others = (self.problem.world_size - 1) / self.problem.world_size
             behind = max(self._last_sums_us(), self.wgrad_us()) + self._copy_us(others)
             return self._scattered_us(0.0) + behind
-        sums = self._scattered_us(0.0) + self._sum_us()
-        return sums + max(self._gathered_back_us(), self.wgrad_us()) + self._copy_us(1.0)
+        sums, remote = self._scattered_us(0.0) + self._sum_us(), self.problem.world_size - 1
+        gathered = remote * shard_us(self.problem, self.hardware)  # by copy engines
+        behind = max(self.hardware.copy_latency_us + gathered, self.wgrad_us())
+        return sums + behind + self._copy_us(1.0)
 
     def gemm_us(self, M: int) -> float:
-        """M rows of the local GEMM."""
         N, K = self.problem.N_local, self.problem.K_local
         split = self.problem.split_accumulator
         return gemm_us(self.hardware, M, N, K, self.problem.dtype, split)
@@ -83,7 +84,6 @@ class _Prediction(NamedTuple):
         return wgrad_us(self.hardware, N, K, M, self.problem.dtype)
 
     def _gathered_us(self) -> float:
-        """The local shard at once, then the remote shards as they arrive."""
         now, sources = 0.0, 0
         for shards, time_us in self._gathering():
             sources += shards
@@ -104,11 +104,6 @@ class _Prediction(NamedTuple):
         lasts = (min(wave * self.hardware.sms, tiles) for wave in range(1, waves + 1))
         needs = [0, *(math.ceil(last * ranks / tiles) for last in lasts)]
         return [(after - before, self.gemm_us(M) / waves) for before, after in pairwise(needs)]
-
-    def _gathered_back_us(self) -> float:
-        """The all-gather of the sums by copy engines."""
-        remote = self.problem.world_size - 1
-        return self.hardware.copy_latency_us + remote * shard_us(self.problem, self.hardware)
 
     def _last_sums_us(self) -> float:
         """What `hopper`'s kernel still has to store at every rank when its last wave has ended."""

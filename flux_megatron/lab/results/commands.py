@@ -14,9 +14,7 @@ def results(
     runs: Runs,
     json_: Annotated[Path | None, typer.Option("--json", help="All figures; - for stdout")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for Markdown and a plot")] = None,
-    loss_bound: Annotated[
-        float | None, typer.Option(help="Nats that losses may differ; default by dtype")
-    ] = None,
+    loss_bound: Annotated[float | None, typer.Option(help="Nats; default by dtype")] = None,
 ) -> None:
     """Step time, speedup with its interval, and loss parity of the arms of launched experiments."""
     from rich.console import Console

@@ -65,7 +65,6 @@ class Report:
 
     @property
     def machine(self) -> str:
-        """What the experiment says that it ran on."""
         gpu, ranks = self.experiment.cluster.gpu, self.experiment.cluster.gpus
         return f"{ranks} ranks on a CPU, kernels interpreted" if self.on_cpu else f"{ranks} x {gpu}"
 

@@ -85,7 +85,8 @@ def _rows(report: Report) -> Iterable[list[Row]]:
     ]
     yield [
         ("all" if one.run is None else str(one.run + 1), f"{one.arm} over {one.baseline}",
-         *_speedup(one.speedup), one.paper or "-")
+         f"{one.speedup.ratio:.3f}x", _interval(one.speedup), one.speedup.verdict,
+         one.paper or "-")
         for one in report.speedups
     ]  # fmt: skip
     yield [
@@ -110,9 +111,8 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.0f}" if seconds >= 1 else f"{seconds * 1e3:.1f}"
 
 
-def _speedup(one: Speedup) -> Row:
-    interval = " to ".join(f"{bound:.3f}" for bound in one.interval or ())
-    return f"{one.ratio:.3f}x", interval or "-", one.verdict
+def _interval(one: Speedup) -> str:
+    return " to ".join(f"{bound:.3f}" for bound in one.interval or ()) or "-"
 
 
 def _parity(one: Parity | None) -> Row:

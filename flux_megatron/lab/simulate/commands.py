@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from flux_megatron.errors import BadInput
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-
 NAME = "study/one-node"  # which the options fill in
+WHAT = "As paper/gpt3-175b_a100-pcie, or a YAML; without one give --gpu, --tp, --hidden ..."
+Size = int | None
+Texts = list[str] | None
 HEAD = 128  # columns of an attention head, where their number is not given
 
 
@@ -29,54 +28,33 @@ MACHINES = {
 
 
 def simulate(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[EXPERIMENT]",
-            help="As paper/gpt3-175b_a100-pcie or study/dlrm-128-nodes, or a YAML; without one, "
-            "give --gpu, --tp, --hidden ...",
-        ),
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[EXPERIMENT]", help=WHAT)] = None,
     arm: Annotated[list[str] | None, typer.Option(help="Only these arms")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Other values")
-    ] = None,
+    set_: Annotated[Texts, typer.Option("--set", metavar="KEY=VALUE", help="Other values")] = None,
     sweep: Annotated[
-        bool, typer.Option("--sweep", help="Also other values of what the experiment assumes")
+        bool, typer.Option("--sweep", help="Also other values of assumptions")
     ] = False,
-    gpu: Annotated[
-        str | None, typer.Option(help=f"{', '.join(MACHINES)}; with NVLink but the last")
-    ] = None,
-    tp: Annotated[
-        int | None, typer.Option(min=1, help="Ranks that share a layer, 4 by default")
-    ] = None,
-    dp: Annotated[
-        int | None, typer.Option(min=1, help="Replicas on the same node, 1 by default")
-    ] = None,
-    hidden: Annotated[
-        int | None, typer.Option(min=1, help="Width; without the rest, Llama's 8192")
-    ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="8 by default")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="HIDDEN / 128 by default")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="HEADS by default")] = None,
-    ffn: Annotated[
-        int | None, typer.Option(min=1, help="Width of the MLP, 4 HIDDEN by default")
-    ] = None,
-    vocab: Annotated[int | None, typer.Option(min=1, help="32000 by default")] = None,
-    seq_length: Annotated[int | None, typer.Option(min=1, help="4096 by default")] = None,
+    gpu: Annotated[str | None, typer.Option(help=f"{', '.join(MACHINES)}")] = None,
+    tp: Annotated[Size, typer.Option(min=1, help="Ranks that share a layer, 4 by default")] = None,
+    dp: Annotated[Size, typer.Option(min=1, help="Replicas on the node, 1 by default")] = None,
+    hidden: Annotated[Size, typer.Option(min=1, help="Width, Llama-2 70B's by default")] = None,
+    layers: Annotated[Size, typer.Option(min=1, help="8 by default")] = None,
+    heads: Annotated[Size, typer.Option(min=1, help="HIDDEN / 128 by default")] = None,
+    kv_heads: Annotated[Size, typer.Option(min=1, help="HEADS by default")] = None,
+    ffn: Annotated[Size, typer.Option(min=1, help="Of the MLP, 4 HIDDEN by default")] = None,
+    vocab: Annotated[Size, typer.Option(min=1, help="32000 by default")] = None,
+    seq_length: Annotated[Size, typer.Option(min=1, help="4096 by default")] = None,
     swiglu: Annotated[bool | None, typer.Option(help="SwiGLU, as by default, or GELU")] = None,
-    micro_batch: Annotated[int | None, typer.Option(min=1, help="Sequences, 1 by default")] = None,
-    assumptions: Annotated[
-        bool, typer.Option("--assumptions", help="List what is assumed, with its reasons")
-    ] = False,
-    json_: Annotated[
-        Path | None, typer.Option("--json", help="Write all figures there; -: to stdout, instead")
-    ] = None,
+    micro_batch: Annotated[Size, typer.Option(min=1, help="Sequences, 1 by default")] = None,
+    assumptions: Annotated[bool, typer.Option("--assumptions", help="With reasons")] = False,
+    json_: Annotated[Path | None, typer.Option("--json", help="All figures; -: to stdout")] = None,
 ) -> None:
     """Predict what a step of an experiment's arms takes, and what of it is exposed.
 
     docs/cluster.md says how to read the output, docs/performance.md how far off it is.
     """
+    from rich.console import Console
+
     from flux_megatron import option_values
     from flux_megatron.lab.simulate import predictions, study, tables
 
@@ -101,7 +79,10 @@ def simulate(
         shown = [*tables.tables(found), *tables.remarks(found, assumptions)]
         plain = tables.plain(found)
     if json_ != option_values.STDOUT:
-        _print(shown)
+        console = Console()
+        console = console if console.is_terminal else Console(width=120)
+        for item in shown:
+            console.print(item, soft_wrap=isinstance(item, str), highlight=False, markup=False)
     if json_ is not None:
         option_values.write_json(json_, plain)
 
@@ -138,13 +119,3 @@ def values(given: Mapping[str, Any]) -> dict[str, Any]:
     if not (heads := given.get("model.heads", hidden // HEAD)):
         raise BadInput(f"--hidden {hidden}: at least {HEAD} expected, or --heads with it")
     return {"model.heads": heads, "model.kv_heads": heads, "model.ffn": 4 * hidden} | found
-
-
-def _print(items: Iterable[str | Table]) -> None:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
-    for item in items:
-        console.print(item, soft_wrap=isinstance(item, str), highlight=False, markup=False)

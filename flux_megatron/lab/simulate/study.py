@@ -81,7 +81,6 @@ def reduction(arms: Mapping[Arm, Prediction], arm: Arm) -> float:
 
 
 def one_at_a_time(found: StudyFile) -> list[Alternative]:
-    """Every other value of what is assumed."""
     current = flat(found.tree)
     return [
         changed(found, {key: value})
@@ -92,7 +91,6 @@ def one_at_a_time(found: StudyFile) -> list[Alternative]:
 
 
 def jointly(found: StudyFile) -> list[Alternative]:
-    """All combinations of network, pooling and batch."""
     keys = [key for key in JOINT if key in found.sweep]
     combinations = product(*(found.sweep[key] for key in keys))
     return [changed(found, dict(zip(keys, one, strict=True))) for one in combinations]
@@ -108,7 +106,6 @@ def changed(found: StudyFile, values: dict[str, Any]) -> Alternative:
 
 
 def shown(found: StudyFile, swept: bool) -> Iterator[str | Table]:
-    """Each table after its heading, then what the figures rest on."""
     network, arms = found.study.network, predict(found.study)
     yield (
         f"{found.name}: {network.nodes} x {found.study.gpu.name}, {network.kind} "
@@ -147,7 +144,6 @@ def _reductions(found: StudyFile, arms: Mapping[Arm, Prediction]) -> Table:
 
 
 def _ranges(found: StudyFile) -> Table:
-    """An arm a row, over all combinations of network, pooling and batch."""
     from rich.table import Table
 
     table = Table("arm", "combinations", "shorter by", "by 19 to 23 %")

@@ -114,7 +114,6 @@ def counts(config: TrainConfig, found: Any, eligible: int) -> dict[str, Any]:
 
 
 def show(title: str, facts: dict[str, Any], stream: IO[str] | None = None) -> None:
-    """A line each."""
     values = {name: f"{v:.6g}" if isinstance(v, float) else v for name, v in facts.items()}
     lines = [f"  {name.replace('_', ' ')}: {value}" for name, value in values.items()]
     print("\n".join([title, *lines]), file=stream, flush=True)
