@@ -102,7 +102,9 @@ def summarize(events: Iterable[Any]) -> Summary:
     """From the events of torch's profiler: on GPUs what the device ran, on the CPU the phases."""
     events = [*events]
     on_device = [e for e in events if e.device_type == DeviceType.CUDA]
-    kinds = [(_of_device(e), e) for e in on_device] or [(_of_host(e), e) for e in events]
+    phases = [e for e in events if e.name.startswith(PREFIX)]
+    kinds = [(_of_device(e), e) for e in on_device]
+    kinds = kinds or [(_PHASES.get(e.name.removeprefix(PREFIX)), e) for e in phases]
     spans: dict[str | None, list[Interval]] = {COMPUTE: [], COMMUNICATION: [], WAIT: []}
     for kind, event in kinds:
         spans.setdefault(kind, []).append((event.time_range.start, event.time_range.end))
@@ -121,10 +123,6 @@ def _of_device(event: Any) -> str | None:
     if "nccl" in name or "PtoP" in name:
         return COMMUNICATION
     return WAIT if name.startswith(_WAITING) else COMPUTE
-
-
-def _of_host(event: Any) -> str | None:
-    return _PHASES.get(event.name.removeprefix(PREFIX)) if event.name.startswith(PREFIX) else None
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -82,14 +82,10 @@ def _operation_us(operation: str, strategy: str, experts: Experts, hardware: Har
     return unfused + (parts["sync"] if strategy == "nccl + sync" else 0.0)
 
 
-class Times(NamedTuple):
-    name: str
-    forward_us: float
-    backward_us: float
-
-
-def times(workload: Workload) -> list[Times]:
-    """The router with both permutations, the experts' GEMMs, and what their all-to-all adds."""
+def times(workload: Workload) -> list[tuple[str, float, float]]:
+    """Forward and backward of the router with both permutations, of the experts' GEMMs, and what
+    their all-to-all adds.
+    """
     model = workload.model
     fc1 = _experts(workload, model.fc1_width, model.hidden)
     fc2 = _experts(workload, model.hidden, model.ffn)
@@ -103,9 +99,9 @@ def times(workload: Workload) -> list[Times]:
     backward = _operation_us("a2a_gemm", strategy, _dual(fc2), hardware)
     backward += _operation_us("gemm_a2a", strategy, _dual(fc1), hardware)
     return [
-        _router(workload, hardware),
-        Times("experts", gemms, 2 * gemms),  # dgrad and wgrad
-        Times("expert all-to-all", forward - gemms, backward - gemms),
+        ("router", *_router_us(workload, hardware)),
+        ("experts", gemms, 2 * gemms),  # dgrad and wgrad
+        ("expert all-to-all", forward - gemms, backward - gemms),
     ]
 
 
@@ -120,9 +116,9 @@ def _dual(one: Experts) -> Experts:
     return one._replace(N=one.K, K=one.N)
 
 
-def _router(workload: Workload, hardware: Hardware) -> Times:
+def _router_us(workload: Workload, hardware: Hardware) -> tuple[float, float]:
     """The router's GEMM; rows copied for each of their experts, and their results added."""
     moe, hidden, dtype = workload.moe, workload.model.hidden, workload.training.dtype
     gemm = gemm_us(hardware, workload.tokens, moe.experts, hidden, dtype)
     permuted = pass_us(hardware, 2 * (1 + moe.topk) * workload.gathered_bytes, kernels=2)
-    return Times("router", gemm + permuted, 2 * gemm + permuted)
+    return gemm + permuted, 2 * gemm + permuted
