@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -29,7 +30,7 @@ def start(options: RankOptions, out: Path, interrupted: str, command: str, modul
     """
     option_values.folder("--out", out)
     if "RANK" in os.environ:
-        rank_processes.as_rank(lambda module: _as_rank(options, module), module, command)
+        rank_processes.as_rank(partial(_as_rank, options), module, command)
     if options.device == "cuda" and not options.nvls:
         from flux_megatron.lab.bench.provenance import refuse_multicast
 

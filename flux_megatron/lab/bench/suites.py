@@ -56,10 +56,8 @@ class Case:
         return self.K // self.world_size if self.spec.reduces else self.K
 
     def __str__(self) -> str:
-        return (
-            f"{self.suite} {self.pattern} {self.op} {self.M} x {self.N_local} x {self.K_local} "
-            f"{self.layout}"
-        )
+        sizes = f"{self.M} x {self.N_local} x {self.K_local}"
+        return f"{self.suite} {self.pattern} {self.op} {sizes} {self.layout}"
 
 
 def cases(
