@@ -109,7 +109,6 @@ ROWS = [
     ("bench --device cpu --M 8192 --scale 1", "8192 x 18432 x 12288", "--scale 512"),
     ("bench --device cpu --tp 4 --suite llama2-70b --scale 1024", "cannot be split"),
     ("bench --device cpu --scale 7", "scale 7 given, a divisor of"),
-    ("bench --device cpu --suite paper-operators --pattern backward", "no case of"),
     ("bench --tp 0", "--tp", "0"),
     ("bench --time-limit -1", "--time-limit -1 given, a finite number of seconds"),
     ("bench --time-limit nan", "--time-limit nan given"),

@@ -15,11 +15,11 @@ from ranks import DEVICE, on_cpu_ranks, run_ranks
 
 from flux_megatron.embedding import operation
 from flux_megatron.expert_parallel import call, fused, ops
+from flux_megatron.lab.bench import operations
 from flux_megatron.lab.bench.operations import (
     embedding_all_to_all,
     expert_all_to_all,
     gemv_all_reduce,
-    worker,
 )
 from flux_megatron.lab.bench.operations.expert_all_to_all import SMALL, Work
 from flux_megatron.lab.bench.options import OperationOptions
@@ -34,7 +34,7 @@ def measured(rank: int, names: tuple[str, ...], out: Path) -> None:
         mock.patch.object(gemv_all_reduce, "CALLS", 1),
         mock.patch.dict(gemv_all_reduce.SIZES, {"one": (2048, 4096)}, clear=True),
     ):
-        worker.measure(run_here(out), options)
+        operations.measure_all(options, run_here(out))
 
 
 def rows_of(out: Path) -> list[dict]:
@@ -171,7 +171,7 @@ def test_a_wrong_result_is_not_of_experts(rank, tmp_path):
     fused.a2a_gemm_kernels.a2a_gemm = lambda *operands, **more: made(*operands, **more) + rank
     options = OperationOptions(("expert_all_to_all",), out=str(out), device="cpu")
     with pytest.raises(ArithmeticError) as error:
-        worker.measure(run_here(out), options)
+        operations.measure_all(options, run_here(out))
     case = f"expert_all_to_all, {SMALL[0]}: fused, call 0: "
     assert str(error.value).startswith(case)
     of_rank_1 = str(error.value).partition("rank 1: ")[2]

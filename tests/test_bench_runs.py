@@ -151,10 +151,8 @@ def test_every_candidate_of_every_case_has_a_row(measured):
         by_case.setdefault(case_of(row), {})[row.candidate] = row
     assert [*by_case] == [(c.suite, c.pattern, c.op, c.M) for c in options("").cases()]
     for (_, pattern, _, _), group in by_case.items():
-        expected = {"gemm", "ours_gemm", "gemm_again"}
-        if pattern != "gemm":
-            expected = {"gemm", "serial", "serial_again", "auto", "sequential"}
-            expected |= {n for of in suites.PEERS.values() for n in of.get(pattern, ())}
+        expected = {"gemm", "serial", "serial_again", "auto", "sequential"}
+        expected |= {n for of in suites.PEERS.values() for n in of.get(pattern, ())}
         assert expected <= group.keys()
         for row in group.values():
             assert row.status in (records.OK, records.MISSING, records.UNSUPPORTED), row

@@ -25,11 +25,6 @@ LOCAL = {
         "qkv": (9216, 12288, "nn"), "fc1": (12288, 12288, "nn"),
         "proj": (12288, 3072, "nn"), "fc2": (12288, 12288, "nn"),
     },
-    ("gpt3-175b", "gemm"): {
-        "qkv": (9216, 12288, "nt"), "fc1": (12288, 12288, "nt"),
-        "proj dgrad": (3072, 12288, "nn"), "fc2 dgrad": (12288, 12288, "nn"),
-        "proj": (12288, 3072, "nt"), "qkv dgrad": (12288, 9216, "nn"),
-    },
     ("gpt3-175b", "gemm_ar"): {"proj": (12288, 3072, "nt"), "fc2": (12288, 12288, "nt")},
     ("gpt3-175b", "backward_ar"): {"qkv": (9216, 12288, "nn"), "fc1": (12288, 12288, "nn")},
     ("llama2-70b", "ag_gemm"): {
@@ -63,33 +58,11 @@ def test_what_travels_has_the_hidden_size():
         assert case.N == 8192
 
 
-# at TP 8: N and K of one rank's GEMM
-PAPER = {
-    ("paper-operators", "ag_gemm"): {"fc1": (6144, 12288)},
-    ("paper-operators", "gemm_rs"): {"fc2": (12288, 6144)},
-    ("paper-operators", "gemm"): {"fc1": (6144, 12288), "fc2": (12288, 6144)},
-    ("paper-operators", "backward"): {},
-    ("gpt3-175b-inference", "ag_gemm"): {"qkv": (4608, 12288), "fc1": (6144, 12288)},
-    ("gpt3-175b-inference", "gemm_rs"): {"proj": (12288, 1536), "fc2": (12288, 6144)},
-    ("gpt3-175b-inference", "backward"): {},
-    ("llama2-70b-inference", "ag_gemm"): {"qkv": (1280, 8192), "fc1": (7168, 8192)},
-    ("llama2-70b-inference", "gemm_rs"): {"proj": (8192, 1024), "fc2": (8192, 3584)},
-}
-
-
-@pytest.mark.parametrize(("suite", "pattern"), PAPER)
-def test_shapes_of_the_paper(suite, pattern):
-    found = suites.cases(suite, pattern, (64, 8192, 16384), 8)
-    assert {case.op: (case.N_local, case.K_local) for case in found} == PAPER[suite, pattern]
-    assert len(found) == 3 * len(PAPER[suite, pattern])
-    assert all(case.layout == "nt" for case in found)
-
-
-def test_the_operators_of_the_paper_have_its_global_sizes():
-    (gather,) = suites.cases("paper-operators", "ag_gemm", (64,), 8)
-    (scatter,) = suites.cases("paper-operators", "gemm_rs", (64,), 8)
-    assert (gather.N, gather.K) == (49152, 12288)
-    assert (scatter.N, scatter.K) == (12288, 49152)
+def test_the_papers_operators_have_its_global_sizes():
+    """(N, K) = (49152, 12288) and (12288, 49152)."""
+    for pattern, op, N, K in (("ag_gemm", "fc1", 49152, 12288), ("gemm_rs", "fc2", 12288, 49152)):
+        (case,) = (c for c in suites.cases("gpt3-175b", pattern, (64,), 8) if c.op == op)
+        assert (case.N, case.K) == (N, K)
 
 
 def test_whole_tokens_are_not_divided():

@@ -19,7 +19,7 @@ from ranks import on_cpu_ranks
 from train_words import words
 
 from flux_megatron.integration.cpu_device import pretend_cuda
-from flux_megatron.lab.generate import decode, decoder
+from flux_megatron.lab.generate import decode
 from flux_megatron.lab.generate.commands import Request
 from flux_megatron.lab.train.config import TrainConfig
 from flux_megatron.lab.train.model import gpt_model, transformer_config
@@ -148,7 +148,7 @@ def test_the_cache_changes_nothing(rank, model):
     module = gpt_model(wanted, core_config).eval()
     reference = [layer.self_attention.core_attention for layer in module.decoder.layers]
     prompts = [tokenizer.tokenize(prompt) or [tokenizer.eod] for prompt in PROMPTS]
-    decoding = decoder.Decoder(module, rows=len(prompts), slots=30, vocab=vocab, device=cpu)
+    decoding = decode.Decoder(module, rows=len(prompts), slots=30, vocab=vocab, device=cpu)
     texts, steps = [[*prompt] for prompt in prompts], []
     for number in range(STEPS):
         decoding.step() if number else decoding.prefill(prompts, multiple=tp)

@@ -13,10 +13,9 @@ pytest.importorskip("pydantic", reason="needs the extra `train`")
 pytest.importorskip("matplotlib", reason="needs the extra `bench`")
 
 from flux_megatron.errors import BadInput
-from flux_megatron.lab.results import plot as results_plot
-from flux_megatron.lab.results import report
+from flux_megatron.lab.results import report, tables
 from flux_megatron.lab.results.iterations import Iteration, Series
-from flux_megatron.lab.train import compare, plot, run_folder
+from flux_megatron.lab.train import compare, run_folder
 from flux_megatron.launch.experiment import load
 
 ARMS = ("flux", *compare.STOCK_ARMS)
@@ -104,7 +103,7 @@ def test_no_spread_no_pass(tmp_path):
 
 @pytest.fixture
 def saved(monkeypatch):
-    """The figures that `plot` would write."""
+    """The figures that would be written."""
     from matplotlib.figure import Figure
 
     figures = []
@@ -113,7 +112,7 @@ def saved(monkeypatch):
 
 
 def test_equal_losses_are_both_seen(saved, tmp_path):
-    plot.draw(tmp_path / "x.png", {"flux": rows(LOSSES), "stock": rows(LOSSES)}, "4 x H200")
+    run_folder.draw(tmp_path / "x.png", {"flux": rows(LOSSES), "stock": rows(LOSSES)}, "4 x H200")
     stock, ours = saved[0].axes[0].lines  # ours is on top
     assert (stock.get_label(), ours.get_label()) == ("stock", "flux")
     assert stock.get_linewidth() > 3 * ours.get_linewidth()
@@ -121,7 +120,7 @@ def test_equal_losses_are_both_seen(saved, tmp_path):
 
 
 def test_steps_are_whole_numbers(saved, tmp_path):
-    plot.draw(tmp_path / "x.png", {"flux": rows(LOSSES)}, "a run")
+    run_folder.draw(tmp_path / "x.png", {"flux": rows(LOSSES)}, "a run")
     (axes,) = saved[0].axes
     assert all(float(tick).is_integer() for tick in axes.get_xticks())
 
@@ -144,7 +143,7 @@ def test_results_name_the_machine_and_hide_no_arm(name, machine, tmp_path, monke
     series = Series(tuple(Iteration(i, i, 0.1, 3.0) for i in range(1, 9)), (1,))
     run = report.Run(tmp_path, experiment, dict.fromkeys(experiment.arms, series))
     (found,) = report.reports([run])
-    results_plot.draw(found, tmp_path / "x.png")
+    tables.draw(found, tmp_path / "x.png")
     (figure,) = figures
     assert figure.get_suptitle() == f"{name}: {machine}"
     assert found.plain()["machine"] == machine

@@ -11,7 +11,7 @@ from train_words import DEMO, load
 from flux_megatron import config_files, settings
 from flux_megatron.errors import BadInput
 from flux_megatron.lab.train import config as configs
-from flux_megatron.lab.train import rank_counts, ranks, run_folder
+from flux_megatron.lab.train import ranks, run_folder
 from flux_megatron.overlap.report import Report
 
 
@@ -42,8 +42,8 @@ def test_a_strategy_of_a_call_is_one_of_a_run():
 def test_a_sequential_plan_is_a_reason_where_plans_are_chosen(strategy, silent):
     calls = {("gemm_rs", "fused"): 6, ("gemm_rs", "sequential"): 5}
     found = Report(calls, {("gemm_rs", "why"): 2}, 0)
-    assert rank_counts.counts(load(strategy=strategy), found, 13)["silent"] == silent
-    assert rank_counts.counts(load(layers="stock"), found, 13)["eligible"] == 0
+    assert run_folder.counts(load(strategy=strategy), found, 13)["silent"] == silent
+    assert run_folder.counts(load(layers="stock"), found, 13)["eligible"] == 0
 
 
 def test_overrides_are_read_as_yaml():

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from flux_megatron.patterns import Pattern
 
+Shards = Sequence[Tensor]  # one a rank
+
 
 def matmul(x: Tensor, w: Tensor, layout: str = "nt") -> Tensor:
     """x [M,K] times w ([N,K] for "nt", [K,N] for "nn") in fp32 or wider: [M,N], not yet rounded."""
@@ -27,9 +29,9 @@ def matmul(x: Tensor, w: Tensor, layout: str = "nt") -> Tensor:
 
 
 def all_gather_gemm(
-    x: Sequence[Tensor], w: Sequence[Tensor], layout: str = "nt",
-    bias: Sequence[Tensor] | None = None, x_scale: Sequence[Tensor] | None = None,
-    w_scale: Sequence[Tensor] | None = None, out_dtype: torch.dtype | None = None,
+    x: Shards, w: Shards, layout: str = "nt", bias: Shards | None = None,
+    x_scale: Shards | None = None, w_scale: Shards | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """x[r] [M/R, K], w[r] [N/R, K]  ->  y[r] [M, N/R] = cat(x) @ w[r]^T (+ bias[r]).
 
@@ -48,16 +50,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
 
 
-def _scaled_by(
-    y: Tensor, x_scale: Sequence[Tensor] | None, w_scale: Sequence[Tensor] | None, rank: int
-) -> Tensor:
+def _scaled_by(y: Tensor, x_scale: Shards | None, w_scale: Shards | None, rank: int) -> Tensor:
     return y if x_scale is None or w_scale is None else y * x_scale[rank] * w_scale[rank]
 
 
-def _without_blocks(
-    x: Sequence[Tensor], w: Sequence[Tensor], x_scale: Sequence[Tensor] | None,
-    w_scale: Sequence[Tensor] | None,
-) -> tuple:  # fmt: skip
+def _without_blocks(x: Shards, w: Shards, x_scale: Shards | None, w_scale: Shards | None) -> tuple:
     """The same operands, real values in place of those with blockwise scales: x_scale[r]
     [K / 128, M], w_scale[r] [N / 128, K / 128], both as long as that or longer.
     """
@@ -71,8 +68,8 @@ def _without_blocks(
 
 
 def _sum_in_rank_order(
-    x: Sequence[Tensor], w: Sequence[Tensor], layout: str, x_scale: Sequence[Tensor] | None = None,
-    w_scale: Sequence[Tensor] | None = None, out_dtype: torch.dtype | None = None,
+    x: Shards, w: Shards, layout: str, x_scale: Shards | None = None,
+    w_scale: Shards | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     dtype = out_dtype or x[0].dtype
     x, w, x_scale, w_scale = _without_blocks(x, w, x_scale, w_scale)
@@ -84,9 +81,8 @@ def _sum_in_rank_order(
 
 
 def gemm_reduce_scatter(
-    x: Sequence[Tensor], w: Sequence[Tensor], layout: str = "nt",
-    x_scale: Sequence[Tensor] | None = None, w_scale: Sequence[Tensor] | None = None,
-    out_dtype: torch.dtype | None = None,
+    x: Shards, w: Shards, layout: str = "nt", x_scale: Shards | None = None,
+    w_scale: Shards | None = None, out_dtype: torch.dtype | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """x[r] [M, K/R], w[r] [N, K/R]  ->  y[r] [M/R, N] = rows r of sum over s of x[s] @ w[s]^T.
 
@@ -95,7 +91,7 @@ def gemm_reduce_scatter(
     return list(_sum_in_rank_order(x, w, layout, x_scale, w_scale, out_dtype).chunk(len(x)))
 
 
-def gemm_all_reduce(x: Sequence[Tensor], w: Sequence[Tensor], layout: str = "nt") -> list[Tensor]:
+def gemm_all_reduce(x: Shards, w: Shards, layout: str = "nt") -> list[Tensor]:
     """x[r] [M, K/R], w[r] [N, K/R]  ->  y[r] [M, N] = sum over s of x[s] @ w[s]^T, the same on
     every rank.
     """
@@ -104,9 +100,8 @@ def gemm_all_reduce(x: Sequence[Tensor], w: Sequence[Tensor], layout: str = "nt"
 
 
 def a2a_gemm(
-    x: Sequence[Tensor], w: Sequence[Tensor], counts: Sequence[Tensor], capacity: int,
-    layout: str = "nt",
-) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    x: Shards, w: Shards, counts: Shards, capacity: int, layout: str = "nt"
+) -> tuple[list[Tensor], list[Tensor]]:
     """x[r] [T_r, K] sorted by (rank, its expert), w[r] [E, N, K], counts[r] int [R, E]  ->  y[r]
     [capacity, N] and the received rows [capacity, K], both sorted by (expert, source rank).
 
@@ -115,24 +110,17 @@ def a2a_gemm(
     pieces = [torch.split(rows, n.flatten().tolist()) for rows, n in zip(x, counts, strict=True)]
     ys, received = [], []
     for rank, experts in enumerate(w):
-        E = len(experts)
-        rows, y = x[0].new_zeros(capacity, x[0].shape[1]), []
-        for e in range(E):
-            y += [
-                matmul(pieces[source][rank * E + e], experts[e], layout).to(x[0].dtype)
-                for source in range(len(x))
-            ]
-        arrived = torch.cat([pieces[s][rank * E + e] for e in range(E) for s in range(len(x))])
-        rows[: len(arrived)] = arrived
+        E, rows = len(experts), x[0].new_zeros(capacity, x[0].shape[1])
+        arrived = [(pieces[s][rank * E + e], experts[e]) for e in range(E) for s in range(len(x))]
+        y = [matmul(piece, expert, layout).to(x[0].dtype) for piece, expert in arrived]
+        came = sum(len(piece) for piece, _ in arrived)
+        rows[:came] = torch.cat([piece for piece, _ in arrived])
         received.append(rows)
-        y.append(y[0].new_zeros(capacity - len(arrived), y[0].shape[1]))
-        ys.append(torch.cat(y))
+        ys.append(torch.cat([*y, y[0].new_zeros(capacity - came, y[0].shape[1])]))
     return ys, received
 
 
-def gemm_a2a(
-    x: Sequence[Tensor], w: Sequence[Tensor], counts: Sequence[Tensor], layout: str = "nt"
-) -> list[Tensor]:
+def gemm_a2a(x: Shards, w: Shards, counts: Shards, layout: str = "nt") -> list[Tensor]:
     """x[r] [capacity, K] sorted by (own expert, source rank), w[r] [E, N, K], counts[r] int [R, E]
     of `a2a_gemm`  ->  y[r] [T_r, N], in the order in which rank r had sent its rows.
     """
@@ -151,9 +139,8 @@ def gemm_a2a(
 
 
 def embedding_all_to_all(
-    weight: Sequence[Tensor], indices: Sequence[Tensor], offsets: Sequence[Tensor],
-    mode: str = "sum",
-) -> list[Tensor]:  # fmt: skip
+    weight: Shards, indices: Shards, offsets: Shards, mode: str = "sum"
+) -> list[Tensor]:
     """weight[r] [T_r, rows, D], indices[r] [nnz], offsets[r] [T_r * B + 1]  ->  y[r] [B/R, T, D]:
     the sum or mean of each bag, in fp32 (fp64 for fp64), for samples r of all tables.
     """

@@ -13,9 +13,9 @@ pytest.importorskip("pydantic", reason="needs the extra `launch`")
 
 
 from flux_megatron.lab.perf import dlrm_step
+from flux_megatron.lab.perf.dlrm import Network, all_reduce_us, all_to_all_us
 from flux_megatron.lab.perf.dlrm_step import ARMS, Costs, Job, Prediction, serve
-from flux_megatron.lab.perf.scale_out import Network, all_reduce_us, all_to_all_us
-from flux_megatron.lab.simulate import dlrm_tables, study
+from flux_megatron.lab.simulate import study
 from flux_megatron.lab.simulate.predictions import Alternative
 from flux_megatron.launch.errors import ExperimentError
 
@@ -31,7 +31,7 @@ def shipped() -> study.StudyFile:
 def test_what_the_page_says_of_the_papers_figure(shipped):
     """Both all-to-alls overlapped: as the paper; forward alone: less than half, and never near."""
     arms = study.predict(shipped.study)
-    low, high = dlrm_tables.NEAR
+    low, high = study.NEAR
     assert low < study.reduction(arms, "both") < high
     assert study.reduction(arms, "forward") < 0.21 / 2
     tried = [*study.jointly(shipped), *study.one_at_a_time(shipped)]
@@ -52,7 +52,7 @@ def test_printed_figures_by_hand(shipped, monkeypatch):
     tried = [other, Alternative({}, arms_of(10, 8, 7, 5))]
     monkeypatch.setattr(study, "jointly", lambda found: tried)
     paper = str(shipped.paper["reduction"])
-    assert printed(dlrm_tables.shown(shipped, swept=True)) == [
+    assert printed(study.shown(shipped, swept=True)) == [
         ["lookup", "0.5", "2.5", "0.5", "2.8", "0.5", "3.1", "0.5", "5.0"],
         ["update", "19.5", "97.5", "17.5", "97.2", "15.5", "96.9", "9.5", "95.0"],
         ["unfused", "20.0", "", ""],

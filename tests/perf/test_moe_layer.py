@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("pydantic", reason="needs the extra `launch`")
 
 from flux_megatron.lab.perf import flops, layer, moe_layer, network, step
-from flux_megatron.lab.perf.expert_cost import part_us
 from flux_megatron.lab.perf.hardware import in_training
 from flux_megatron.launch import megatron_arguments, memory
 from flux_megatron.launch.errors import ExperimentError, LaunchError
@@ -69,7 +68,7 @@ def test_alone_there_is_no_all_to_all():
     assert pieces["expert all-to-all"].forward_us == pytest.approx(0)
     hardware = in_training(alone.cluster)
     fc1 = moe_layer._experts(alone, 2 * 14336, 4096)
-    assert pieces["experts"].forward_us > part_us("gemm", fc1, hardware)
+    assert pieces["experts"].forward_us > moe_layer.part_us("gemm", fc1, hardware)
 
 
 def test_gradients_of_experts_are_summed_over_those_that_have_them():

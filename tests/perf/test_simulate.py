@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from flux_megatron.cli import app
 from flux_megatron.lab.perf import flops
 from flux_megatron.lab.perf.step import Step
-from flux_megatron.lab.simulate import given, predictions, tables
+from flux_megatron.lab.simulate import commands, predictions, tables
 
 PCIE = "paper/gpt3-175b_a100-pcie"
 BLOCKED = """
@@ -85,7 +85,7 @@ def test_without_a_file_the_options_say_what_to_predict(tmp_path):
     assert "Error of the model here: unknown" in text
     own = predictions.predict(
         "study/one-node",
-        given.values(
+        commands.values(
             {"cluster.gpu": "H100", "parallel.tp": 8, "model.hidden": 4096, "model.layers": 4}
         ),
     )

@@ -112,27 +112,25 @@ class Backward:
 
     def _serial(self) -> tuple[Tensor, Tensor]:
         """All collectives exposed."""
-        if not self.column:
-            dist.all_gather_into_tensor(self.gathered, self.dy, group=self.group)
-            return self._gemms()
-        dist.all_gather_into_tensor(self.gathered, self.x.detach(), group=self.group)
-        torch.mm(self.dy, self.w.detach(), out=self.partial)
-        dist.reduce_scatter_tensor(self.dx, self.partial, group=self.group)
-        accumulate_wgrad_by_torch(self.main_grad, self.dy, self.gathered)
-        return self.dx, self.main_grad
+        return self._by_nccl(later=False)
 
     def _megatron(self) -> tuple[Tensor, Tensor]:
         """Gather a column layer's x beside dgrad, scatter dx beside wgrad."""
+        return self._by_nccl(later=True)
+
+    def _by_nccl(self, later: bool) -> tuple[Tensor, Tensor]:
         if not self.column:
-            return self._serial()
-        gather = dist.all_gather_into_tensor(
-            self.gathered, self.x.detach(), group=self.group, async_op=True
-        )
+            dist.all_gather_into_tensor(self.gathered, self.dy, group=self.group)
+            return self._gemms()
+        options: dict[str, Any] = {"group": self.group, "async_op": later}
+        gather = dist.all_gather_into_tensor(self.gathered, self.x.detach(), **options)
         torch.mm(self.dy, self.w.detach(), out=self.partial)
-        gather.wait()
-        scatter = dist.reduce_scatter_tensor(self.dx, self.partial, group=self.group, async_op=True)
+        if later:
+            gather.wait()
+        scatter = dist.reduce_scatter_tensor(self.dx, self.partial, **options)
         accumulate_wgrad_by_torch(self.main_grad, self.dy, self.gathered)
-        scatter.wait()
+        if later:
+            scatter.wait()
         return self.dx, self.main_grad
 
     def _autograd(self) -> tuple[Tensor, Tensor]:
@@ -159,14 +157,8 @@ class AllReducedBackward(Backward):
     def _dy_and_x(self) -> tuple[Tensor, Tensor]:
         return self.dy, self.x.detach()
 
-    def _serial(self) -> tuple[Tensor, Tensor]:
-        return self._summed(later=False)
-
-    def _megatron(self) -> tuple[Tensor, Tensor]:
-        """Sum dx beside wgrad."""
-        return self._summed(later=True)
-
-    def _summed(self, later: bool) -> tuple[Tensor, Tensor]:
+    def _by_nccl(self, later: bool) -> tuple[Tensor, Tensor]:
+        """`later`: sum dx beside wgrad."""
         torch.mm(self.dy, self.w.detach(), out=self.partial)
         total = dist.all_reduce(self.partial, group=self.group, async_op=later)
         accumulate_wgrad_by_torch(self.main_grad, *self._dy_and_x())

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -62,11 +63,8 @@ def plan_of_auto(
     pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup, layout: str
 ) -> Callable[[], str]:
     """A function that gives the chosen plan of a call of x and w as JSON. It is collective."""
-
-    def plan() -> str:
-        return decide(pattern, x, w, None, group, layout, None).plan.dumps()
-
-    return lambda: with_strategy("auto", plan)()[0]
+    chosen = with_strategy("auto", decide, pattern, x, w, None, group, layout, None)
+    return lambda: chosen()[0].plan.dumps()
 
 
 def in_graphs(candidates: Iterable[Candidate], device: torch.device) -> Iterator[Candidate]:
@@ -74,11 +72,9 @@ def in_graphs(candidates: Iterable[Candidate], device: torch.device) -> Iterator
     for one in candidates:
         if one.local or one.call is None:
             continue
-        name = one.name + IN_A_GRAPH
-        if device.type == "cuda":
-            yield replace(one, name=name, call=replayed(one.call))
-        else:
-            yield replace(one, name=name, call=None, reason="CUDA graphs need a GPU")
+        call = replayed(one.call) if device.type == "cuda" else None
+        reason = "" if call else "CUDA graphs need a GPU"
+        yield replace(one, name=one.name + IN_A_GRAPH, call=call, reason=reason)
 
 
 def replayed(call: Callable[[], Results]) -> Callable[[], Results]:
@@ -87,18 +83,18 @@ def replayed(call: Callable[[], Results]) -> Callable[[], Results]:
     On the stream of that moment, unless that is the default one, which cannot be captured. Backward
     runs on forward's stream: where the call has one, forward must not be on the default stream.
     """
-    made: list[tuple[torch.cuda.CUDAGraph, Results]] = []
+
+    @cache
+    def captured() -> tuple[torch.cuda.CUDAGraph, Results]:
+        call()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        own = None if stream == torch.cuda.default_stream() else stream
+        # backward runs in threads of autograd
+        with torch.cuda.graph(graph, stream=own, capture_error_mode="thread_local"):
+            return graph, call()
 
     def replay() -> Results:
-        if not made:
-            call()
-            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-            own = None if stream == torch.cuda.default_stream() else stream
-            # backward runs in threads of autograd
-            with torch.cuda.graph(graph, stream=own, capture_error_mode="thread_local"):
-                results = call()
-            made.append((graph, results))
-        graph, results = made[0]
+        graph, results = captured()
         graph.replay()
         return results
 

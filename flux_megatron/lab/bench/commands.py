@@ -12,52 +12,31 @@ from flux_megatron import option_values
 app = typer.Typer(invoke_without_command=True)
 Tp = Annotated[int | None, typer.Option(min=1, help="Ranks; default: all GPUs, on the CPU 2")]
 Device = Annotated[str, typer.Option(help="cuda or cpu")]
-TimeLimit = Annotated[
-    float | None, typer.Option(metavar="SECONDS", help="Start no further case after these")
-]
+TimeLimit = Annotated[float | None, typer.Option(help="Seconds; start no further case after them")]
 Multicast = Annotated[bool, typer.Option("--allow-multicast", help="Allow NVLink multicast")]
 Commit = Annotated[str, typer.Option(help="Of the sources, where they have no .git")]
 Size = int | None
+Text = str | None
+LOAD = "Also beside an all-reduce of another communicator"
 ROUND = "Every candidate runs once a round"
 
 
 @app.callback()
 def bench(
     context: typer.Context,
-    suite: Annotated[
-        str | None, typer.Option(help="Models; default gpt3-175b,llama2-70b, on the CPU gpt3-175b")
-    ] = None,
-    pattern: Annotated[
-        str | None,
-        typer.Option(help="Default ag_gemm,gemm_rs,backward,gemm, on the CPU ag_gemm,gemm_rs"),
-    ] = None,
-    M: Annotated[
-        str | None, typer.Option("--M", help="Rows; default 64 to 8192, on the CPU 64")
-    ] = None,
-    shapes: Annotated[
-        str, typer.Option(help="Instead: one rank's GEMMs, as 'gemm_rs 1536x8192x2048'")
-    ] = "",
-    all_plans: Annotated[
-        bool, typer.Option("--all-plans", help="Also every plan that tune measures")
-    ] = False,
+    suite: Annotated[Text, typer.Option(help="Default gpt3-175b,llama2-70b")] = None,
+    pattern: Annotated[Text, typer.Option(help="Default ag_gemm,gemm_rs,backward")] = None,
+    M: Annotated[Text, typer.Option("--M", help="Rows; default 64 to 8192, on the CPU 64")] = None,
+    shapes: Annotated[str, typer.Option(help="Instead: one rank's, 'gemm_rs 1536x8192x2048'")] = "",
+    all_plans: Annotated[bool, typer.Option("--all-plans", help="Also all plans of tune")] = False,
     out: Annotated[Path, typer.Option(help="Folder of rows.jsonl, appended to")] = Path("bench"),
     candidates: Annotated[str, typer.Option(help="Only these and the baselines")] = "",
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help=f"{ROUND}; default 12, on the CPU 2")
-    ] = None,
-    beside: Annotated[
-        bool,
-        typer.Option("--with-nccl-load", help="Also beside an all-reduce of another communicator"),
-    ] = False,
-    graphs: Annotated[
-        bool, typer.Option("--graphs", help="Also replay every candidate from a CUDA graph")
-    ] = False,
+    rounds: Annotated[Size, typer.Option(min=1, help=f"{ROUND}; default 12, on the CPU 2")] = None,
+    beside: Annotated[bool, typer.Option("--with-nccl-load", help=LOAD)] = False,
+    graphs: Annotated[bool, typer.Option("--graphs", help="Also replay CUDA graphs")] = False,
     tp: Tp = None,
     device: Device = "cuda",
-    scale: Annotated[
-        int | None,
-        typer.Option(min=1, help="Divide the models' widths; default 1, on the CPU 512"),
-    ] = None,
+    scale: Annotated[Size, typer.Option(min=1, help="Divide widths; default 1, CPU 512")] = None,
     time_limit: TimeLimit = None,
     nvls: Multicast = False,
     commit: Commit = "",
@@ -78,16 +57,13 @@ def bench(
         commit=commit, beside=beside, graphs=graphs, shapes=shapes, all_plans=all_plans,
     )  # fmt: skip
     kept = f"{options.out} has the rows of what is done; --suite, --pattern and --M choose the rest"
-    launch.start(options, out, kept, "bench", "worker")
+    launch.start(options, out, kept, "bench", "runner")
 
 
 @app.command("operations")
 def bench_operations(
     names: Annotated[list[str] | None, typer.Argument(help="Default: all")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of operations.jsonl, appended to")] = Path(
-        "bench"
-    ),
-    only: Annotated[str, typer.Option(help="Cases whose text has this")] = "",
+    out: Annotated[Path, typer.Option(help="Folder of operations.jsonl")] = Path("bench"),
     rounds: Annotated[int, typer.Option(min=1, help=ROUND)] = 12,
     tp: Tp = None,
     device: Device = "cuda",
@@ -102,12 +78,12 @@ def bench_operations(
 
     option_values.number("--time-limit", time_limit, zero=True, unit="seconds")
     options = OperationOptions(
-        tuple(names or OPERATIONS), only, rounds, out=str(out / "operations.jsonl"),
+        tuple(names or OPERATIONS), rounds, out=str(out / "operations.jsonl"),
         tp=machine.ranks(device, tp, "--device cpu --rounds 2"), device=device, nvls=nvls,
         time_limit_s=time_limit, commit=commit,
     )  # fmt: skip
-    kept = f"{options.out} has the rows of what is done; --only chooses the rest"
-    launch.start(options, out, kept, "bench operations", "operations.worker")
+    kept = f"{options.out} has the rows of what is done"
+    launch.start(options, out, kept, "bench operations", "operations")
 
 
 def trace(

@@ -1,4 +1,4 @@
-"""The cases of one GEMM: AG+GEMM, GEMM+RS and the GEMM alone."""
+"""The cases of one GEMM: AG+GEMM, GEMM+RS and GEMM+AR."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from flux_megatron.tuning import tuner
 class Forward:
     """Operands of a case on this rank, and the reference.
 
-    | tensor | ag_gemm | gemm_rs | gemm |
-    | --- | --- | --- | --- |
-    | x | [M / R, K] | [M, K / R] | [M, K] |
-    | w, "nt" (transposed for "nn") | [N / R, K] | [N, K / R] | [N, K] |
-    | gathered | [M, K] | x | x |
-    | reference | [M, N / R] | [M / R, N] | [M, N] |
+    | tensor | ag_gemm | gemm_rs |
+    | --- | --- | --- |
+    | x | [M / R, K] | [M, K / R] |
+    | w, "nt" (transposed for "nn") | [N / R, K] | [N, K / R] |
+    | gathered | [M, K] | x |
+    | reference | [M, N / R] | [M / R, N] |
     """
 
     def __init__(
@@ -65,17 +65,12 @@ class Forward:
         """The result of the operation and that of a local candidate, in a wider dtype."""
         x, w, layout = self.gathered, self.w, self.case.layout
         local = reference.matmul(widened(x), widened(w), layout)
-        if self.case.pattern == "gemm":
-            return (local,), (local,)
         y = expected(Pattern(self.case.pattern), self.x, w, layout, self.group)
         return (y,), (local,)
 
     def candidates(self) -> Iterator[Candidate]:
         yield Candidate("gemm", LIBRARY, self._gemm, local=True)
         yield Candidate("ours_gemm", OURS, *self._local_kernel(), local=True)
-        if self.case.pattern == "gemm":
-            yield Candidate("gemm_again", LIBRARY, self._gemm, local=True)
-            return
         yield Candidate("serial", LIBRARY, self._serial)
         yield Candidate("serial_again", LIBRARY, self._serial)
         pattern, layout = Pattern(self.case.pattern), self.case.layout
@@ -130,8 +125,6 @@ class Forward:
         return lambda: (hopper_ag_gemm.gemm(x, w, layout, tile),), ""
 
     def _problem(self, pattern: Pattern) -> Problem:
-        case = self.case
-        dtype = str(self.x.dtype).removeprefix("torch.")
-        return Problem(
-            pattern, case.M, case.N, case.K, dtype, case.world_size, case.layout, self.device.type
-        )
+        case, dtype = self.case, str(self.x.dtype).removeprefix("torch.")
+        sizes = case.M, case.N, case.K
+        return Problem(pattern, *sizes, dtype, case.world_size, case.layout, self.device.type)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import time
+import warnings
+from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -14,17 +19,18 @@ from flux_megatron import option_values
 from flux_megatron.lab.bench.options import RankOptions
 from flux_megatron.tune_command import rank_processes, ranks
 
+LIMIT_S = 120  # of every collective
+
 
 def start(options: RankOptions, out: Path, interrupted: str, command: str, module: str) -> NoReturn:
-    """Run this command once more, on new ranks; as one rank run the `module` of this room. Exits.
+    """Run this command once more, on new ranks; as one rank `measure_all` of a module here. Exits.
 
     `interrupted` is said after Ctrl-C: what is kept, and how to go on. `RunFailed` has the error of
     the first rank that failed.
     """
     option_values.folder("--out", out)
     if "RANK" in os.environ:
-        main = import_module(f"flux_megatron.lab.bench.{module}").main
-        rank_processes.as_rank(main, options, command)
+        rank_processes.as_rank(partial(_as_rank, options), module, command)
     if options.device == "cuda" and not options.nvls:
         from flux_megatron.lab.bench.provenance import refuse_multicast
 
@@ -32,3 +38,26 @@ def start(options: RankOptions, out: Path, interrupted: str, command: str, modul
     environment = ranks.defaults(options.tp) | ranks.inherited() | ranks.needed(options.device)
     arguments = ["-m", "flux_megatron.cli", *sys.argv[1:]]
     raise typer.Exit(ranks.run(arguments, options.tp, environment, interrupted))
+
+
+def _as_rank(options: RankOptions, module: str) -> None:
+    """Measure as rank RANK of WORLD_SIZE (torchrun's variables)."""
+    import torch
+
+    from flux_megatron.lab.bench import provenance, table_run
+    from flux_megatron.tune_command import measure
+
+    warnings.filterwarnings("ignore", module=r"torch\b")
+    if options.device == "cuda" and not options.nvls:
+        provenance.refuse_multicast()
+    limit_s = math.inf if options.time_limit_s is None else options.time_limit_s
+    end_s = time.monotonic() + limit_s
+    with measure.joined(options.device, timedelta(seconds=LIMIT_S)) as (world, device):
+        if world.size() != options.tp:
+            raise ValueError(f"{world.size()} ranks given, --tp {options.tp} expected")
+        about = provenance.describe(
+            device, options.tp, getattr(torch, options.dtype), options.scale, options.nvls,
+            options.commit,
+        )  # fmt: skip
+        run = table_run.Run(world, device, about, Path(options.out), end_s)
+        import_module(f"flux_megatron.lab.bench.{module}").measure_all(options, run)

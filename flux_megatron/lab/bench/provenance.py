@@ -58,7 +58,6 @@ def describe(
 
 
 def with_clocks(run: Provenance, device: torch.device) -> Provenance:
-    """`run` with this GPU's present clock and power."""
     if device.type != "cuda":
         return run
     pynvml = import_module("pynvml")  # of nvidia-ml-py

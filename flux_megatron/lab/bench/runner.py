@@ -21,15 +21,7 @@ from flux_megatron.lab.bench.candidates import Candidate, host_time_us, in_graph
 from flux_megatron.lab.bench.competitors import Competitor, all_competitors
 from flux_megatron.lab.bench.forward import Forward
 from flux_megatron.lab.bench.options import BASELINES, Options
-from flux_megatron.lab.bench.records import (
-    COMPETITOR,
-    LIBRARY,
-    MISSING,
-    OK,
-    OURS,
-    Row,
-    baselines,
-)
+from flux_megatron.lab.bench.records import COMPETITOR, LIBRARY, MISSING, OK, OURS, Row, baselines
 from flux_megatron.lab.bench.suites import PEERS, Case
 from flux_megatron.lab.bench.table_run import Run
 from flux_megatron.lab.bench.verify import Verdict, examine
@@ -71,9 +63,9 @@ def measure(
         every = [*experiment.candidates(), *_of_competitors(experiment, competitors)]
     known = (*BASELINES, *options.candidates)
     chosen = [one for one in every if not options.candidates or one.name in known]
-    if options.all_plans and isinstance(experiment, Forward) and case.pattern != "gemm":
+    if options.all_plans and isinstance(experiment, Forward):
         chosen += experiment.all_plans()
-    for beside in options.conditions:
+    for beside in (False, True) if options.beside else (False,):
         replayed = [*in_graphs(chosen, device)] if options.graphs else []
         with _plans_for(beside), torch.cuda.stream(own):
             rows = _measure(experiment, [*chosen, *replayed], beside, options.rounds)
@@ -192,9 +184,7 @@ def line(case: Case, rows: list[Row]) -> str:
         if (row.status not in (OK, MISSING) and row.role == COMPETITOR)
         or (row.status == OK and row.reason)
     ]  # fmt: skip
-    return f"{case}{', beside' * rows[0].beside}: {', '.join(map(_cell, shown))}{''.join(remarks)}"
-
-
-def _cell(row: Row) -> str:
-    hidden = "" if row.efficiency is None or row.role == LIBRARY else f" ({row.efficiency:.2f})"
-    return f"{row.candidate} {row.median_us:.0f}{hidden}"
+    hidden = {row.candidate: f" ({row.efficiency:.2f})" for row in shown
+              if row.efficiency is not None and row.role != LIBRARY}  # fmt: skip
+    cells = [f"{r.candidate} {r.median_us:.0f}{hidden.get(r.candidate, '')}" for r in shown]
+    return f"{case}{', beside' * rows[0].beside}: {', '.join(cells)}{''.join(remarks)}"

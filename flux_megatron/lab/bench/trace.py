@@ -20,7 +20,7 @@ from flux_megatron.lab.bench.backward import Backward
 from flux_megatron.lab.bench.candidates import BEHIND_SLEEP
 from flux_megatron.lab.bench.options import TraceOptions
 from flux_megatron.lab.bench.suites import Case
-from flux_megatron.lab.bench.worker import joined
+from flux_megatron.lab.bench.table_run import Run
 from flux_megatron.overlap.phase import PREFIX
 from flux_megatron.symm import objects, workspace
 from flux_megatron.tuning.timing import AFTER_ALIGNMENT
@@ -49,7 +49,6 @@ class Summary(NamedTuple):
 def step_of(
     options: TraceOptions, group: ProcessGroup, device: torch.device
 ) -> Callable[[], object]:
-    """Forward and backward of one layer on operands of this rank."""
     op = "fc1" if options.layer == "column" else "fc2"
     sizes = options.M, options.N, options.K
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -62,19 +61,17 @@ def step_of(
     return step
 
 
-def main(options: TraceOptions) -> None:
-    """Trace as rank RANK of WORLD_SIZE (torchrun's variables)."""
+def measure_all(options: TraceOptions, run: Run) -> None:
     os.environ["FLUX_MEGATRON_STRATEGY"] = options.strategy
     settings.reload()
-    with joined(options) as run:
-        if run.first:
-            print(f"{2 * WARMUP} steps to warm up, one to record", file=sys.stderr, flush=True)
-        step = step_of(options, run.group, run.device)
-        profiler = _traced(step, run.group, run.device)
-        profiler.export_chrome_trace(f"{options.out}/trace_rank-{run.group.rank()}.json")
-        summaries = objects.all_gather(summarize(profiler.events()), run.group)
-        if run.first:
-            _print(options, summaries)
+    if run.first:
+        print(f"{2 * WARMUP} steps to warm up, one to record", file=sys.stderr, flush=True)
+    step = step_of(options, run.group, run.device)
+    profiler = _traced(step, run.group, run.device)
+    profiler.export_chrome_trace(f"{options.out}/trace_rank-{run.group.rank()}.json")
+    summaries = objects.all_gather(summarize(profiler.events()), run.group)
+    if run.first:
+        _print(options, summaries)
 
 
 def _traced(step: Callable[[], object], group: ProcessGroup, device: torch.device) -> profile:
@@ -105,7 +102,9 @@ def summarize(events: Iterable[Any]) -> Summary:
     """From the events of torch's profiler: on GPUs what the device ran, on the CPU the phases."""
     events = [*events]
     on_device = [e for e in events if e.device_type == DeviceType.CUDA]
-    kinds = [(_of_device(e), e) for e in on_device] or [(_of_host(e), e) for e in events]
+    phases = [e for e in events if e.name.startswith(PREFIX)]
+    kinds = [(_of_device(e), e) for e in on_device]
+    kinds = kinds or [(_PHASES.get(e.name.removeprefix(PREFIX)), e) for e in phases]
     spans: dict[str | None, list[Interval]] = {COMPUTE: [], COMMUNICATION: [], WAIT: []}
     for kind, event in kinds:
         spans.setdefault(kind, []).append((event.time_range.start, event.time_range.end))
@@ -124,10 +123,6 @@ def _of_device(event: Any) -> str | None:
     if "nccl" in name or "PtoP" in name:
         return COMMUNICATION
     return WAIT if name.startswith(_WAITING) else COMPUTE
-
-
-def _of_host(event: Any) -> str | None:
-    return _PHASES.get(event.name.removeprefix(PREFIX)) if event.name.startswith(PREFIX) else None
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -60,7 +60,6 @@ def examine(
 def _outcome(
     experiment: Forward | Backward, candidate: Candidate, reference: tuple[Tensor, ...]
 ) -> Outcome:
-    """What one call on this rank gives."""
     assert candidate.call is not None, "asked for candidates with a call only"
     on_gpu = experiment.device.type == "cuda"
     try:
@@ -90,11 +89,10 @@ def _distance(result: Tensor, reference: Tensor) -> float:
 
 
 def _worst(outcomes: Sequence[Outcome]) -> Outcome:
-    """Over the ranks."""
     said, errors, roundings = zip(*outcomes, strict=True)
     if any(said):
         failures = "; ".join(f"rank {r}: {text}" for r, text in enumerate(said) if text)
         return said[0] if len({*said}) == 1 else failures, [], []
-    largest = [[max(of_ranks) for of_ranks in zip(*values, strict=True)] for values in
-               (errors, roundings)]  # fmt: skip
+    by_result = (zip(*values, strict=True) for values in (errors, roundings))
+    largest = [[*map(max, results)] for results in by_result]
     return "", largest[0], largest[1]

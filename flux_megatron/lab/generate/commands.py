@@ -26,27 +26,17 @@ class Request(NamedTuple):
 
 
 def generate(
-    checkpoint: Annotated[
-        Path, typer.Option(help="Folder of a training run, or its checkpoints/step_N")
-    ],
-    prompt: Annotated[
-        list[str], typer.Option(help="The text to go on from; several are decoded together")
-    ],
+    checkpoint: Annotated[Path, typer.Option(help="A training run, or its checkpoints/step_N")],
+    prompt: Annotated[list[str], typer.Option(help="To go on from; several go together")],
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode for each prompt")] = 32,
-    tp: Annotated[
-        int | None, typer.Option(help="Tensor-parallel ranks; default: the checkpoint's")
-    ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Decode by stock layers too; fail where tokens differ")
-    ] = False,
-    json_: Annotated[
-        Path | None, typer.Option("--json", help="Write everything there; - for stdout")
-    ] = None,
+    tp: Annotated[int | None, typer.Option(help="Ranks; default: the checkpoint's")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Also by stock layers")] = False,
+    json_: Annotated[Path | None, typer.Option("--json", help="All of it; - for stdout")] = None,
 ) -> None:
     """Decode text with a GPT of `flux-megatron train`, over tensor-parallel ranks."""
     command_errors.require("generate", "megatron.core", "numpy", "psutil")
     from flux_megatron.lab.train import ranks
-    from flux_megatron.lab.train.rank_counts import show
+    from flux_megatron.lab.train.run_folder import show
 
     if "RANK" in os.environ:
         raise BadInput("RANK is set: generate starts its own ranks, run it without torchrun")

@@ -13,17 +13,14 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from flux_megatron.lab.bench.table_run import append
-from flux_megatron.lab.bench.trace import length, union
+from flux_megatron.lab.bench.trace import Interval, length, union
 
-NAMES = 25
 KINDS = {
     "collective": r"nccl",
     "wait": r"wait_sources|rank_barrier|announce",
@@ -35,65 +32,45 @@ KINDS = {
     "copy": r"^memcpy|^memset",
 }  # the first that is found; "other" otherwise
 COMMUNICATION = ("collective", "wait", "copy")
+NAMES = 25
 
 
-@dataclass(frozen=True)
-class Activity:
-    """Something that ran on the GPU, in us."""
-
-    name: str
-    begin: float
-    end: float
-
-    @property
-    def kind(self) -> str:
-        name = self.name.lower()
-        return next((kind for kind, words in KINDS.items() if re.search(words, name)), "other")
-
-
-def activities(trace: Path) -> list[Activity]:
-    """Of a trace that torch's profiler exported, in the order of their beginnings."""
-    events = json.loads(trace.read_text())["traceEvents"]
+def activities(trace: Path) -> list[tuple[str, Interval]]:
+    """What ran on the GPU in a trace that torch's profiler exported, and when, in us; in the order
+    of their beginnings.
+    """
     found = [
-        Activity(event["name"], event["ts"], event["ts"] + event["dur"])
-        for event in events
+        (event["name"], (event["ts"], event["ts"] + event["dur"]))
+        for event in json.loads(trace.read_text())["traceEvents"]
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
     ]
-    return sorted(found, key=lambda one: one.begin)
+    return sorted(found, key=lambda one: one[1])
 
 
-def most(by_name: dict[str, float]) -> dict[str, int]:
-    ordered = sorted(by_name.items(), key=lambda item: -item[1])
-    return {name: round(us) for name, us in ordered[:NAMES]}
+def kind_of(name: str) -> str:
+    return next((kind for kind, words in KINDS.items() if re.search(words, name.lower())), "other")
 
 
-def shares(recorded: Sequence[Activity]) -> dict[str, Any]:
-    """Times of a step in us. Kinds that run at once both count in `by_kind`; `idle_before`
-    is how long nothing ran before activities of a name began; `in_turn` has each product and each
-    collective as it came.
+def shares(recorded: list[tuple[str, Interval]]) -> dict[str, Any]:
+    """Times of a step in us. Kinds that run at once both count in `by_kind_us`; `in_turn_us` has
+    each product and each collective as it came.
     """
     by_kind: dict[str, float] = defaultdict(float)
     by_name: dict[str, float] = defaultdict(float)
-    idle_before: dict[str, float] = defaultdict(float)
-    until = recorded[0].begin
-    for one in recorded:
-        by_kind[one.kind] += one.end - one.begin
-        by_name[one.name[:90]] += one.end - one.begin
-        idle_before[one.name[:90]] += max(0.0, one.begin - until)
-        until = max(until, one.end)
-    spans = [(one.begin, one.end) for one in recorded]
-    busy = length(union(spans))
-    computing = length(union((a.begin, a.end) for a in recorded if a.kind not in COMMUNICATION))
-    span = max(one.end for one in recorded) - recorded[0].begin
+    in_turn = []
+    for name, span in recorded:
+        us, kind = length([span]), kind_of(name)
+        by_kind[kind], by_name[name[:90]] = by_kind[kind] + us, by_name[name[:90]] + us
+        in_turn += [(name[:40], round(us))] if kind in ("linear", "collective") else []
+    longest = sorted(by_name, key=by_name.__getitem__, reverse=True)[:NAMES]
+    busy = union(span for _, span in recorded)
+    computing = length(union(span for name, span in recorded if kind_of(name) not in COMMUNICATION))
+    span_us = busy[-1][1] - busy[0][0]
     return {
-        "span_us": round(span), "idle_us": round(span - busy),
-        "communication_alone_us": round(busy - computing),
+        "span_us": round(span_us), "idle_us": round(span_us - length(busy)),
+        "communication_alone_us": round(length(busy) - computing),
         "by_kind_us": {kind: round(us) for kind, us in sorted(by_kind.items())},
-        "longest_us": most(by_name), "idle_before_us": most(idle_before),
-        "in_turn_us": [
-            (one.name[:40], round(one.end - one.begin))
-            for one in recorded if one.kind in ("linear", "collective")
-        ],
+        "longest_us": {name: round(by_name[name]) for name in longest}, "in_turn_us": in_turn,
     }  # fmt: skip
 
 

@@ -36,6 +36,8 @@ def all_reduce_us(hardware: Hardware, size_bytes: float, world_size: int) -> flo
 
 
 def _fastest_us(hardware: Hardware, moved_bytes: float, protocols: tuple[Protocol, ...]) -> float:
+    if not moved_bytes:  # of one rank
+        return 0.0
     return min(
         one.latency_us + moved_bytes / (one.share * hardware.nccl_gbps) * 1e-3 for one in protocols
     )

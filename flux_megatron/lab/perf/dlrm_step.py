@@ -11,23 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from flux_megatron.lab.perf import scale_out
+from flux_megatron.lab.perf import dlrm
 from flux_megatron.lab.perf.dlrm import Gpu, Study
-from flux_megatron.lab.perf.embedding_cost import (
-    FUSED,
-    LAYOUT_US,
-    LOOKUP,
-    Lookup,
-    fused_us,
-)
 from flux_megatron.lab.perf.gemm import gemm_us, pass_us
 from flux_megatron.lab.perf.hardware import H200, H200_MEMORY_GBPS, Hardware
 from flux_megatron.launch.workload import ELEMENT_BYTES
 
+# What a lookup costs on an H200, a library's and our fused one, whose slices travel while others
+# are pooled: us of a thousand entries, of a kB of the rows that they name, of a kB of pooled rows.
+# Fitted to docs/results/h200x2/embedding_a2a.jsonl.
+LOOKUP = (0.2165, 7.0721e-05, 0.0031162)
+FUSED = (0.015168, 0.00030296, 0.0017655)
+# The copies before and behind the all-to-all together, of a kB of pooled rows.
+LAYOUT_US = 0.0013176
 Arm = Literal["unfused", "forward", "both", "ours"]
 ARMS: tuple[Arm, ...] = ("unfused", "forward", "both", "ours")
 EXPOSED = "all-to-all, exposed"
@@ -137,98 +136,60 @@ def serve(sums: Sequence[Job], urgent: Job) -> tuple[float, float]:
     return arrived, free
 
 
-@dataclass(frozen=True)
+def fused_us(pooling_us: float, transfer_us: float, slices: int) -> float:
+    """One kernel that sends each of `slices` as soon as it is pooled, remote ones first.
+
+    Whichever is longer hides the other but for one slice: the first is pooled before anything
+    travels, the last one travels when all are pooled.
+    """
+    first, last = pooling_us / slices, transfer_us / slices
+    return max(pooling_us + last, first + transfer_us)
+
+
 class Costs:
-    """The times of a study's parts, in microseconds."""
+    """The times of a study's parts, in microseconds: of the lookup of a node's tables for all
+    samples, by a library and by ours, of both copies of one direction, of the all-to-all, whole and
+    in slices, of one MLP layer's forward of this node's samples, of the interaction, and of the
+    MLPs' optimizer, which reads parameters and gradients and writes parameters.
+    """
 
-    study: Study
-
-    @cached_property
-    def hardware(self) -> Hardware:
-        return like_h200(self.study.gpu, self.study.step.dtype)
-
-    @cached_property
-    def lookup(self) -> Lookup:
-        model, step = self.study.model, self.study.step
-        tables = -(-model.tables // self.study.network.nodes)
-        element = ELEMENT_BYTES[step.dtype]
-        return Lookup(step.global_batch, tables, model.pooling, model.dim, element)
-
-    @cached_property
-    def lookup_us(self) -> float:
-        return self._looked_up_us(LOOKUP)
-
-    @cached_property
-    def own_lookup_us(self) -> float:
-        return self._looked_up_us(FUSED)
-
-    @cached_property
-    def layout_us(self) -> float:
-        """Both copies of one direction."""
-        copied = LAYOUT_US * self.lookup.pooled_bytes * 1e-3
-        return self.study.step.layout_copies * self._by_memory_us(copied)
-
-    @cached_property
-    def exchange_us(self) -> float:
-        return scale_out.all_to_all_us(self.study.network, self.lookup.pooled_bytes)
-
-    @cached_property
-    def slices_us(self) -> float:
-        """The same in slices."""
-        network, size_bytes = self.study.network, self.lookup.pooled_bytes
-        return scale_out.all_to_all_us(network, size_bytes, self.study.step.slices)
+    def __init__(self, study: Study) -> None:
+        self.study = study
+        model, step, nodes = study.model, study.step, study.network.nodes
+        hardware, element = like_h200(study.gpu, step.dtype), ELEMENT_BYTES[step.dtype]
+        bags = step.global_batch * -(-model.tables // nodes)
+        entries, row_bytes = bags * model.pooling, model.dim * element
+        pooled_bytes = float(bags * row_bytes)
+        amounts = entries * 1e-3, entries * row_bytes * 1e-3, pooled_bytes * 1e-3
+        # of an H200, by the data sheets' memory bandwidths
+        slower = H200_MEMORY_GBPS / study.gpu.memory_gbps
+        self.lookup_us, self.own_lookup_us = (
+            study.gpu.lookup_factor
+            * slower
+            * sum(us * n for us, n in zip(of, amounts, strict=True))
+            for of in (LOOKUP, FUSED)
+        )
+        self.layout_us = step.layout_copies * slower * LAYOUT_US * pooled_bytes * 1e-3
+        self.exchange_us = dlrm.all_to_all_us(study.network, pooled_bytes)
+        self.slices_us = dlrm.all_to_all_us(study.network, pooled_bytes, step.slices)
+        samples, self._layer_bytes = step.global_batch // nodes, model.width**2 * element
+        self.layer_us = gemm_us(hardware, samples, model.width, model.width, step.dtype)
+        passed = samples * model.tables * row_bytes * model.interaction_passes
+        self.interaction_us = pass_us(hardware, passed)
+        layers = model.bottom_layers + model.top_layers
+        self.optimizer_us = pass_us(hardware, 3 * layers * self._layer_bytes)
 
     def update_us(self, arm: Arm) -> float:
         lookup = self.own_lookup_us if arm == "ours" else self.lookup_us
         return self.study.step.update_ratio * lookup
 
-    @cached_property
-    def layer_us(self) -> float:
-        """One layer's forward of this node's samples."""
-        model, step = self.study.model, self.study.step
-        samples = step.global_batch // self.study.network.nodes
-        return gemm_us(self.hardware, samples, model.width, model.width, step.dtype)
-
     def sum_us(self, layers: int) -> float:
-        """The all-reduce of their gradients."""
-        return scale_out.all_reduce_us(self.study.network, layers * self._layer_bytes)
-
-    @cached_property
-    def interaction_us(self) -> float:
-        model, step = self.study.model, self.study.step
-        rows = step.global_batch // self.study.network.nodes * model.tables
-        size_bytes = rows * model.dim * ELEMENT_BYTES[step.dtype] * model.interaction_passes
-        return pass_us(self.hardware, size_bytes)
-
-    @cached_property
-    def optimizer_us(self) -> float:
-        """Parameters and gradients are read, parameters written."""
-        model = self.study.model
-        layers = model.bottom_layers + model.top_layers
-        return pass_us(self.hardware, 3 * layers * self._layer_bytes)
-
-    @cached_property
-    def _layer_bytes(self) -> int:
-        return self.study.model.width**2 * ELEMENT_BYTES[self.study.step.dtype]
-
-    def _looked_up_us(self, kernel: dict[str, float]) -> float:
-        terms = self.lookup.terms
-        on_h200_us = sum(us * terms[name] for name, us in kernel.items())
-        return self.study.gpu.lookup_factor * self._by_memory_us(on_h200_us)
-
-    def _by_memory_us(self, on_h200_us: float) -> float:
-        """A time of an H200, by the data sheets' memory bandwidths."""
-        return on_h200_us * H200_MEMORY_GBPS / self.study.gpu.memory_gbps
+        return dlrm.all_reduce_us(self.study.network, layers * self._layer_bytes)
 
 
 def like_h200(gpu: Gpu, dtype: str) -> Hardware:
     """A GPU by its data sheet at the H200's ratios; fp32 GEMMs reach 80 % of the sheet."""
     share = 0.8 if dtype == "float32" else H200.tflops[dtype] / H200.peak_tflops
-    return replace(
-        H200,
-        name=gpu.name,
-        sms=gpu.sms,
-        tflops={dtype: share * gpu.tflops, "float32": share * gpu.tflops},
-        memory_gbps=gpu.memory_gbps * H200.memory_gbps / H200_MEMORY_GBPS,
-        source="its data sheet, at the H200's ratios",
-    )
+    tflops = {dtype: share * gpu.tflops, "float32": share * gpu.tflops}
+    memory_gbps = gpu.memory_gbps * H200.memory_gbps / H200_MEMORY_GBPS
+    return replace(H200, name=gpu.name, sms=gpu.sms, tflops=tflops, memory_gbps=memory_gbps)

@@ -8,7 +8,7 @@ tokens. It leaves out recomputed activations, norms, softmax and optimizer. Mega
 
 from __future__ import annotations
 
-from flux_megatron.launch.workload import Cluster, Model, Workload
+from flux_megatron.launch.workload import Cluster, Workload
 
 # Dense TFLOP/s of the tensor cores in 16 bits and of the CUDA cores in float32: data sheets of A100
 # and of H100 SXM, from which H800 and H200 differ in links and memory alone.
@@ -22,17 +22,12 @@ def model_flops(workload: Workload) -> float:
     model = workload.model
     channels = model.hidden // model.heads
     attention = model.hidden + model.kv_heads * channels  # qkv and proj: 2 (h + kv) columns of h
-    matrices = 2 * attention + (3 if model.swiglu else 2) * model.ffn * _experts(model)
-    matrices += model.moe.experts if model.moe else 0  # the router
+    experts, router = (model.moe.topk, model.moe.experts) if model.moe else (1, 0)
+    matrices = 2 * attention + (3 if model.swiglu else 2) * model.ffn * experts + router
     # scores, and their GEMM with the values: s / 2 keys for the mean token, twice
     layer = model.hidden * (matrices + model.seq_length)
     per_token = model.layers * layer + model.hidden * model.vocab
     return 3.0 * 2 * per_token * model.seq_length * workload.training.global_batch
-
-
-def _experts(model: Model) -> int:
-    """That a token takes."""
-    return model.moe.topk if model.moe else 1
 
 
 def peak_tflops(cluster: Cluster, dtype: str) -> float | None:

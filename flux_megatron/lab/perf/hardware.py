@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flux_megatron.errors import BadInput
 from flux_megatron.lab.perf.flops import PEAK_TFLOPS
@@ -35,7 +36,6 @@ class Hardware:
     nccl_latency_us: float
     store_gbps: float
     launch_us: float
-    source: str
     peak_tflops: float
     flash_forward: float
     flash_backward: float
@@ -64,7 +64,6 @@ H200 = Hardware(
     nccl_latency_us=32.0,
     store_gbps=1350.0,
     launch_us=4.0,
-    source="measured on 4 x H200",
     peak_tflops=PEAK_TFLOPS["H200"]["bfloat16"],
     flash_forward=0.35,
     flash_backward=0.3,
@@ -83,8 +82,7 @@ PCIE_RING_SHARE = 0.5
 
 def _like_h200(
     name: str, sms: int, peaks: Mapping[str, float], memory_gbps: float, link: Link,
-    source: str, *, flash: tuple[float, float] = (0.35, 0.3), hopper: bool = True,
-    clock: float = 1.0,
+    *, flash: tuple[float, float] = (0.35, 0.3), hopper: bool = True, clock: float = 1.0,
 ) -> Hardware:  # fmt: skip
     """A GPU by its data sheet, at the H200's ratios, with `clock` times the sheet's clock."""
     tflops = peaks["bfloat16"] * clock * H200.tflops["bfloat16"] / H200.peak_tflops
@@ -103,7 +101,6 @@ def _like_h200(
         # published bursts on A800 are 5 % above these ratios (FLUX's README)
         sustained=H200.sustained if hopper else 1.0,
         hopper=hopper,
-        source=f"{source}, at the H200's ratios",
     )
     return _linked(hardware, link)
 
@@ -118,25 +115,20 @@ def _linked(hardware: Hardware, link: Link) -> Hardware:
 
 
 # The H100 has the SMs and links of the H200 with other memory: HBM3 of 3.35 TB/s instead of HBM3e
-# of 4.8. The H800 is an H100 whose NVLink has 400 of 900 GB/s.
-H100 = _like_h200("H100", 132, PEAK_TFLOPS["H100"], 3350.0, H200_LINK, "NVIDIA H100 SXM data sheet")
-H800 = _like_h200(
-    "H800", 132, PEAK_TFLOPS["H800"], 3350.0, Link("nvlink", 200.0),
-    "NVIDIA H100 SXM data sheet with the FLUX paper's 400 GB/s NVLink of H800",
-)  # fmt: skip
+# of 4.8 (NVIDIA H100 SXM data sheet). The H800 is an H100 whose NVLink has 400 of 900 GB/s (the
+# FLUX paper).
+H100 = _like_h200("H100", 132, PEAK_TFLOPS["H100"], 3350.0, H200_LINK)
+H800 = _like_h200("H800", 132, PEAK_TFLOPS["H800"], 3350.0, Link("nvlink", 200.0))
 
-# FlashAttention-2 on A100 (arXiv 2307.08691): 50 to 73 % of the peak, backward the lower end.
-_FLASH_A100 = (0.6, 0.5)
-A100 = _like_h200(
-    "A100", 108, PEAK_TFLOPS["A100"], 2039.0, Link("nvlink", 300.0),
-    "NVIDIA A100 SXM 80 GB data sheet", flash=_FLASH_A100, hopper=False,
-)  # fmt: skip
+# NVIDIA A100 SXM 80 GB and A100 80 GB PCIe data sheets. FlashAttention-2 on A100 (arXiv
+# 2307.08691): 50 to 73 % of the peak, backward the lower end.
+_A100: dict[str, Any] = {"flash": (0.6, 0.5), "hopper": False}
+A100 = _like_h200("A100", 108, PEAK_TFLOPS["A100"], 2039.0, Link("nvlink", 300.0), **_A100)
 # The card has 300 instead of 400 W. 90 % of the SXM module is what NVIDIA announced in June 2020 of
 # the first A100 card, of 250 W.
 A100_PCIE = _like_h200(
-    "A100-PCIE", 108, PEAK_TFLOPS["A100"], 1935.0, Link("pcie", 32.0),
-    "NVIDIA A100 80 GB PCIe data sheet", flash=_FLASH_A100, hopper=False, clock=0.9,
-)  # fmt: skip
+    "A100-PCIE", 108, PEAK_TFLOPS["A100"], 1935.0, Link("pcie", 32.0), **_A100, clock=0.9
+)
 
 GPUS = (H200, H100, H800, A100)
 

@@ -1,8 +1,8 @@
 """The time of one transformer layer on one GPU for one micro-batch: by piece, forward and backward.
 
-Linear layers come from `linear`, attention from `attention`; the rest is bound by memory. Times are
-microseconds and include the tensor-parallel communication that stays exposed. Every function raises
-`BadInput` for a cluster without a GPU that `hardware` describes.
+Linear layers come from `linear`, experts from `moe_layer`; beside attention the rest is bound by
+memory. Times are microseconds and include the tensor-parallel communication that stays exposed.
+Every function raises `BadInput` for a cluster without a GPU that `hardware` describes.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from flux_megatron.lab.perf import attention, linear, moe_layer, quantization
+from flux_megatron.lab.perf import linear, moe_layer, quantization
 from flux_megatron.lab.perf.collectives import all_reduce_us, collective_us
-from flux_megatron.lab.perf.gemm import pass_us
+from flux_megatron.lab.perf.gemm import gemm_us, pass_us
 from flux_megatron.lab.perf.hardware import H200, in_training
 from flux_megatron.launch.workload import ELEMENT_BYTES, Workload
 
@@ -58,7 +58,7 @@ def pieces(workload: Workload) -> list[Piece]:
         mlp = [_linear(workload, name, *sizes[name]) for name in ("fc1", "fc2")]
     return [
         _linear(workload, "qkv", *sizes["qkv"]),
-        Piece("attention", *attention.core_us(workload, in_training(workload.cluster))),
+        _attention(workload),
         _linear(workload, "proj", *sizes["proj"]),
         *mlp[:-1],
         _activation(workload),
@@ -67,6 +67,35 @@ def pieces(workload: Workload) -> list[Piece]:
         *_userbuffers(workload),
         *_quantization(workload, sizes),
     ]
+
+
+def _attention(workload: Workload) -> Piece:
+    """Scores, softmax and weighted sum, causal, without dropout: by a flash kernel, of two GEMMs in
+    forward and five in backward, which a causal mask halves; or by whole matrices of scores, which
+    a kernel that scales, masks and takes the softmax reads and writes; in backward it reads two and
+    writes one. Before that queries and keys are turned by rope, each read and written.
+    """
+    model, tp, dtype = workload.model, workload.parallel.tp, workload.training.dtype
+    hardware = in_training(workload.cluster)
+    heads, head_size, s = model.heads // tp, model.hidden // model.heads, model.seq_length
+    if workload.training.flash_attention:
+        us = 2 * workload.tokens * s * head_size * heads / (hardware.peak_tflops * 1e6)
+        forward = hardware.launch_us + us / hardware.flash_forward
+        backward = hardware.launch_us + 2.5 * us / hardware.flash_backward
+    else:
+        gemms = heads * workload.training.micro_batch  # of each kind
+        both = sum(
+            gemms * (gemm_us(hardware, s, N, K, dtype) - hardware.launch_us)
+            for N, K in ((s, head_size), (head_size, s))
+        )
+        scores = gemms * s * s * ELEMENT_BYTES[dtype]
+        forward = both + pass_us(hardware, 2 * scores, kernels=3)
+        backward = 2 * both + pass_us(hardware, 3 * scores, kernels=5)
+    if model.position == "rope":
+        elements = workload.tokens * (heads + model.kv_heads // tp) * head_size
+        turned = pass_us(hardware, 2 * elements * ELEMENT_BYTES[dtype], kernels=2)
+        forward, backward = forward + turned, backward + turned
+    return Piece("attention", forward, backward)
 
 
 def _quantization(workload: Workload, sizes: Mapping[str, tuple[int, int]]) -> list[Piece]:
@@ -87,16 +116,11 @@ def _linear(workload: Workload, name: str, N: int, K: int, strategy: str | None 
 
 
 def _layer(workload: Workload, name: str, N: int, K: int) -> linear.Linear:
-    return linear.Linear(
-        column=name not in ("proj", "fc2"),
-        M=workload.tokens,
-        N=N,
-        K=K,
-        tp=workload.parallel.tp,
-        dtype=workload.training.dtype,
-        sequence_parallel=workload.parallel.sequence_parallel,
-        fp8=workload.training.fp8 != "none" and name != "head",
-    )
+    column, sizes = name not in ("proj", "fc2"), (workload.tokens, N, K)
+    parallel, training = workload.parallel, workload.training
+    fp8 = training.fp8 != "none" and name != "head"
+    shared = parallel.sequence_parallel
+    return linear.Linear(column, *sizes, parallel.tp, training.dtype, shared, fp8)
 
 
 def _activation(workload: Workload) -> Piece:
@@ -155,8 +179,10 @@ def embedding(workload: Workload) -> Piece:
     """
     rows = workload.gathered_bytes
     table = workload.padded_vocab // workload.parallel.tp * workload.model.hidden
-    one, summed = _collective_us(workload, rows), _all_reduce_us(workload, rows)
-    exchange = (one, one) if workload.parallel.sequence_parallel else (summed, 0.0)
+    exchange = _all_reduce_us(workload, rows), 0.0
+    if workload.parallel.sequence_parallel:
+        one = collective_us(in_training(workload.cluster), rows, workload.parallel.tp)
+        exchange = one, one
     # the table's gradient is zeroed, scattered into, and added to the fp32 gradient
     forward, backward = (
         _memory_us(workload, 2 * rows),
@@ -180,25 +206,13 @@ def head(workload: Workload) -> Piece:
     loss = Piece("loss", _memory_us(workload, 26 * logits, 4), _memory_us(workload, 14 * logits, 2))
     # maximum, target's logit and sum of every token are all-reduced
     reduced = 3 * _all_reduce_us(workload, 4 * workload.tokens)
-    return Piece(
-        "head",
-        logits_gemm.forward_us + norm.forward_us + loss.forward_us + reduced,
-        logits_gemm.backward_us + norm.backward_us + loss.backward_us,
-        logits_gemm.forward_exposed_us + reduced,
-        logits_gemm.backward_exposed_us,
-    )
-
-
-def _collective_us(workload: Workload, size_bytes: int) -> float:
-    """An all-gather or reduce-scatter over the tensor-parallel ranks; nothing on one."""
-    tp = workload.parallel.tp
-    return collective_us(in_training(workload.cluster), size_bytes, tp) if tp > 1 else 0.0
+    summed = Piece("", reduced, 0.0, reduced)
+    times = zip(*(one[1:] for one in (logits_gemm, norm, loss, summed)), strict=True)
+    return Piece("head", *map(sum, times))
 
 
 def _all_reduce_us(workload: Workload, size_bytes: int) -> float:
-    """An all-reduce over the tensor-parallel ranks; nothing on one."""
-    tp = workload.parallel.tp
-    return all_reduce_us(in_training(workload.cluster), size_bytes, tp) if tp > 1 else 0.0
+    return all_reduce_us(in_training(workload.cluster), size_bytes, workload.parallel.tp)
 
 
 def optimizer_us(workload: Workload, parameters: int) -> float:

@@ -48,7 +48,6 @@ def reduce_us(workload: Workload, parameters: int) -> float:
 
 
 def gather_us(workload: Workload, parameters: int) -> float:
-    """The all-gather of the parameters that the distributed optimizer has updated."""
     if not workload.training.distributed_optimizer:
         return 0.0
     return _replicas_us(workload, parameters * ELEMENT_BYTES[workload.training.dtype])

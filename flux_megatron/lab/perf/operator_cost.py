@@ -8,7 +8,6 @@ dgrad, the scatter and wgrad.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -53,13 +52,6 @@ def predict_us(problem: Problem, strategy: str, hardware: Hardware) -> float:
     return CALL_OVERHEAD_US[strategy] + _Prediction(problem, strategy, hardware).total_us()
 
 
-class Stretch(NamedTuple):
-    """A stretch of the GEMM, which needs, or completes, `shards` more shards."""
-
-    shards: int
-    time_us: float
-
-
 class _Prediction(NamedTuple):
     problem: Problem
     strategy: str
@@ -74,11 +66,12 @@ class _Prediction(NamedTuple):
             others = (self.problem.world_size - 1) / self.problem.world_size
             behind = max(self._last_sums_us(), self.wgrad_us()) + self._copy_us(others)
             return self._scattered_us(0.0) + behind
-        sums = self._scattered_us(0.0) + self._sum_us()
-        return sums + max(self._gathered_back_us(), self.wgrad_us()) + self._copy_us(1.0)
+        sums, remote = self._scattered_us(0.0) + self._sum_us(), self.problem.world_size - 1
+        gathered = remote * shard_us(self.problem, self.hardware)  # by copy engines
+        behind = max(self.hardware.copy_latency_us + gathered, self.wgrad_us())
+        return sums + behind + self._copy_us(1.0)
 
     def gemm_us(self, M: int) -> float:
-        """M rows of the local GEMM."""
         N, K = self.problem.N_local, self.problem.K_local
         split = self.problem.split_accumulator
         return gemm_us(self.hardware, M, N, K, self.problem.dtype, split)
@@ -91,35 +84,26 @@ class _Prediction(NamedTuple):
         return wgrad_us(self.hardware, N, K, M, self.problem.dtype)
 
     def _gathered_us(self) -> float:
-        """The local shard at once, then the remote shards as they arrive."""
         now, sources = 0.0, 0
-        for stretch in self._gathering():
-            sources += stretch.shards
+        for shards, time_us in self._gathering():
+            sources += shards
             behind = (sources - 1) * shard_us(self.problem, self.hardware)
             arrival = self.hardware.copy_latency_us + behind if sources > 1 else 0.0
-            now = max(now, arrival) + stretch.time_us
+            now = max(now, arrival) + time_us
         return now
 
-    def _gathering(self) -> Sequence[Stretch]:
-        """Library GEMMs of whole shards, or the waves of one kernel, each of which begins when
-        the rows of its last tile have arrived.
+    def _gathering(self) -> list[tuple[int, float]]:
+        """How many more shards a stretch of the GEMM needs, and its time: library GEMMs of whole
+        shards, or waves of one kernel, which begin when the rows of their last tile have arrived.
         """
         ranks, M = self.problem.world_size, self.problem.M
         if self.strategy == "pipelined":
-            return [Stretch(1, self.gemm_us(self.problem.M_shard))] * ranks
+            return [(1, self.gemm_us(self.problem.M_shard))] * ranks
         tiles = math.ceil(M / TILE_M) * math.ceil(self.problem.N_local / TILE_N)
         waves = math.ceil(tiles / self.hardware.sms)
-        needs = [0]
-        for wave in range(1, waves + 1):
-            last = min(wave * self.hardware.sms, tiles)
-            needs.append(math.ceil(last * ranks / tiles))
-        time_us = self.gemm_us(M) / waves
-        return [Stretch(after - before, time_us) for before, after in pairwise(needs)]
-
-    def _gathered_back_us(self) -> float:
-        """The all-gather of the sums by copy engines."""
-        remote = self.problem.world_size - 1
-        return self.hardware.copy_latency_us + remote * shard_us(self.problem, self.hardware)
+        lasts = (min(wave * self.hardware.sms, tiles) for wave in range(1, waves + 1))
+        needs = [0, *(math.ceil(last * ranks / tiles) for last in lasts)]
+        return [(after - before, self.gemm_us(M) / waves) for before, after in pairwise(needs)]
 
     def _last_sums_us(self) -> float:
         """What `hopper`'s kernel still has to store at every rank when its last wave has ended."""
@@ -143,34 +127,23 @@ class _Prediction(NamedTuple):
         latency_us = self.hardware.copy_latency_us
         shard_of_x = shard * gathered_share(self.problem)
         gathered = latency_us + remote * shard_of_x if wgrad else 0.0
-        ready, push_us = self._stores_us(), shard
-        if self.strategy != "fused":  # whose GEMM stores itself
+        ready, push_us = remote * shard * self.hardware.copy_gbps / self.hardware.store_gbps, shard
+        if self.strategy != "fused":  # whose GEMM stores itself, and is slower by that
             least = latency_us + SMALLEST_COPY_BYTES / self.hardware.copy_gbps * 1e-3
             ready, push_us = 0.0, max(shard, least)
-        pushed, left = gathered, remote
-        for stretch in self._scattering():
-            ready += stretch.time_us
-            pushed = max(pushed, ready if left else 0.0) + min(stretch.shards, left) * push_us
-            left -= min(stretch.shards, left)
+        pushed, chunk = gathered, self.gemm_us(self.problem.M) / (remote + 1)
+        if self.strategy == "pipelined":  # library GEMMs of whole shards
+            chunk = self.gemm_us(self.problem.M_shard)
+        for _ in range(remote):
+            ready += chunk
+            pushed = max(pushed, ready) + push_us
+        ready += chunk
         arrived = pushed + latency_us
         if self.strategy == "fused":  # wgrad waits for its stores
             return max(ready, gathered + remote * shard) + wgrad
         if self.strategy == "hopper":  # the kernel reduces: wgrad begins when all has arrived
             return max(ready, arrived) + wgrad
         return max(max(ready, gathered) + wgrad, arrived)
-
-    def _stores_us(self) -> float:
-        """How much a GEMM slows down when its SMs write into peers' memory."""
-        ranks = self.problem.world_size
-        remote = moved_bytes(self.problem) * (ranks - 1) / ranks
-        return remote / self.hardware.store_gbps * 1e-3
-
-    def _scattering(self) -> Sequence[Stretch]:
-        """Library GEMMs of whole shards, or shares of one kernel."""
-        ranks = self.problem.world_size
-        if self.strategy == "pipelined":
-            return [Stretch(1, self.gemm_us(self.problem.M_shard))] * ranks
-        return [Stretch(1, self.gemm_us(self.problem.M) / ranks)] * ranks
 
     def _sum_us(self) -> float:
         """The sum of the partial results of all ranks, limited by memory."""

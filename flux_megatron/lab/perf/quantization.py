@@ -9,8 +9,6 @@ values, casts and transposes, all bound by memory.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from flux_megatron.lab.perf.collectives import all_reduce_us
 from flux_megatron.lab.perf.gemm import pass_us
 from flux_megatron.lab.perf.hardware import Hardware
@@ -19,32 +17,24 @@ from flux_megatron.lab.perf.linear import Cost, Linear
 READ = 2  # bytes of an element; one more byte is written for a cast, and for a transpose
 
 
-class Recipe(NamedTuple):
-    """`looks`: passes over a tensor for its largest value, before the one that casts it, which
-    takes the scale of steps before where there are none.
-    """
-
-    looks: int
-    kernels: int
-
-
-RECIPES = {"tensorwise": Recipe(looks=1, kernels=3), "delayed": Recipe(looks=0, kernels=1)}
+# Of a recipe the passes over a tensor for its largest value, before the one that casts it, which
+# takes the scale of steps before where there are none; and all kernels.
+RECIPES = {"tensorwise": (1, 3), "delayed": (0, 1)}
 
 
 def cost(layer: Linear, name: str, hardware: Hardware, weights: float = 0.0) -> Cost:
     """By a recipe's name. `weights`: how often in a micro-batch the weight is cast. Ranks agree on
     the largest value of what they gather.
     """
-    recipe = RECIPES[name]
-    x, dy, w = (size // layer.tp for size in (layer.M * layer.K, layer.M * layer.N,
-                                              layer.N * layer.K))  # fmt: skip
+    looks, kernels = RECIPES[name]
+    sizes = layer.M * layer.K, layer.M * layer.N, layer.N * layer.K
+    x, dy, w = (size // layer.tp for size in sizes)
 
     def cast_us(elements: float, written: int) -> float:
-        read = READ * (1 + recipe.looks)
-        return pass_us(hardware, elements * (read + written), recipe.kernels)
+        return pass_us(hardware, elements * (READ * (1 + looks) + written), kernels)
 
     gathered = layer.tp * (x if layer.column else dy)
-    agreed = all_reduce_us(hardware, 4, layer.tp) if recipe.looks and layer.tp > 1 else 0.0
+    agreed = all_reduce_us(hardware, 4, layer.tp) if looks else 0.0
     forward = cast_us(x, 1 if layer.column else 2) + (cast_us(w * weights, 2) if weights else 0.0)
     backward = cast_us(dy, 2 if layer.column else 1) + pass_us(hardware, 2 * gathered)
     before = (agreed, 0.0) if layer.column else (0.0, agreed)

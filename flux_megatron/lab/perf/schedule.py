@@ -7,6 +7,7 @@ Efficient Large-Scale Language Model Training on GPU Clusters, 2021), as Megatro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 Times = tuple[float, ...]
 Buckets = tuple[tuple[Times, ...], ...]  # [rank][chunk][bucket]
@@ -40,17 +41,10 @@ class Costs:
         return len(self.forward_us[0])
 
     def busy_us(self, rank: int) -> float:
-        """One rank's work on one micro-batch."""
         return sum(self.forward_us[rank]) + sum(self.backward_us[rank])
 
-    @property
-    def busiest_us(self) -> float:
-        """The computation of the busiest rank, on all micro-batches."""
-        return self.micro_batches * max(map(self.busy_us, range(self.pp)))
 
-
-@dataclass(frozen=True)
-class Parts:
+class Parts(NamedTuple):
     """The times of a step in microseconds, each beyond those before it: the busiest rank's
     computation, its pipeline bubble, sends, data-parallel communication and the optimizer.
     """
@@ -63,7 +57,7 @@ class Parts:
 
     @property
     def step_us(self) -> float:
-        return self.compute_us + self.bubble_us + self.pp_us + self.dp_us + self.optimizer_us
+        return sum(self)
 
 
 def closed_form(costs: Costs) -> Parts:
@@ -71,14 +65,9 @@ def closed_form(costs: Costs) -> Parts:
     docs/performance.md.
     """
     busy = [costs.busy_us(rank) for rank in range(costs.pp)]
-    optimizer_us = max(costs.optimizer_us)
-    return Parts(
-        compute_us=costs.busiest_us,
-        bubble_us=(sum(busy) - max(busy)) / costs.chunks,
-        pp_us=_sends_us(costs),
-        dp_us=_gather_us(costs) + _reduce_us(costs),
-        optimizer_us=optimizer_us,
-    )
+    bubble = (sum(busy) - max(busy)) / costs.chunks
+    dp, optimizer = _gather_us(costs) + _reduce_us(costs), max(costs.optimizer_us)
+    return Parts(costs.micro_batches * max(busy), bubble, _sends_us(costs), dp, optimizer)
 
 
 def _sends_us(costs: Costs) -> float:

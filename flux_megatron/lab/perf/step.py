@@ -42,28 +42,13 @@ class Step:
 
 def predict(workload: Workload) -> Step:
     """`BadInput` for a cluster without a GPU model, and for what cannot be shared out."""
-    parts = schedule.closed_form(costs(workload))
-    named = _work(workload)
-    named |= {
-        "pipeline bubble": parts.bubble_us,
-        "pipeline sends": parts.pp_us,
-        "data-parallel communication": parts.dp_us,
-        "optimizer": parts.optimizer_us,
-    }
+    found, parts = schedule.closed_form(costs(workload)), _work(workload)
+    exposed = {"tp": parts[TP], "pp": found.pp_us, "dp": found.dp_us, "bubble": found.bubble_us}
+    parts["pipeline bubble"], parts["pipeline sends"] = found.bubble_us, found.pp_us
+    parts["data-parallel communication"], parts["optimizer"] = found.dp_us, found.optimizer_us
     tokens = workload.training.global_batch * workload.model.seq_length
-    return Step(
-        step_us=parts.step_us,
-        parts=named,
-        exposed={
-            "tp": named[TP],
-            "pp": parts.pp_us,
-            "dp": parts.dp_us,
-            "bubble": parts.bubble_us,
-        },
-        tokens_per_second=tokens / parts.step_us * 1e6,
-        mfu=flops.mfu(workload, parts.step_us * 1e-6),
-        memory_bytes=memory.needed(workload),
-    )
+    per_second, mfu = tokens / found.step_us * 1e6, flops.mfu(workload, found.step_us * 1e-6)
+    return Step(found.step_us, parts, exposed, per_second, mfu, memory.needed(workload))
 
 
 def costs(workload: Workload) -> Costs:

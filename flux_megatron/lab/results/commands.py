@@ -14,15 +14,13 @@ def results(
     runs: Runs,
     json_: Annotated[Path | None, typer.Option("--json", help="All figures; - for stdout")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for Markdown and a plot")] = None,
-    loss_bound: Annotated[
-        float | None, typer.Option(help="Nats that losses may differ; default by dtype")
-    ] = None,
+    loss_bound: Annotated[float | None, typer.Option(help="Nats; default by dtype")] = None,
 ) -> None:
     """Step time, speedup with its interval, and loss parity of the arms of launched experiments."""
     from rich.console import Console
 
     from flux_megatron import option_values
-    from flux_megatron.lab.results import plot, tables
+    from flux_megatron.lab.results import tables
     from flux_megatron.lab.results.report import read, reports
 
     option_values.number("--loss-bound", loss_bound, zero=True, unit="nats")
@@ -50,5 +48,5 @@ def results(
             name = report.experiment.name.replace("/", "_")
             file = out / (f"{index}_{name}" if len(found) > 1 else name)
             file.with_name(f"{file.name}.md").write_text(tables.as_markdown(report))
-            plot.draw(report, file.with_name(f"{file.name}.png"))
+            tables.draw(report, file.with_name(f"{file.name}.png"))
             console.print(f"wrote {file}.md and {file}.png", soft_wrap=True, highlight=False)

@@ -43,14 +43,12 @@ class Series:
 
     def warm(self, warmup: int) -> tuple[Iteration, ...]:
         """Those that average over none of the first `warmup` iterations of any attempt."""
-        return tuple(i for i in self.iterations if i.since - self._start_of(i) >= warmup)
-
-    def _start_of(self, iteration: Iteration) -> int:
-        return max(start for start in self.starts if start <= iteration.since)
+        starts = ((i, max(start for start in self.starts if start <= i.since))
+                  for i in self.iterations)  # fmt: skip
+        return tuple(i for i, start in starts if i.since - start >= warmup)
 
 
 def join(attempts: Iterable[Sequence[Iteration]], torn: int = 0) -> Series:
-    """One series of `attempts`, oldest first."""
     kept: list[Iteration] = []
     starts: list[int] = []
     replaced = 0

@@ -65,7 +65,6 @@ class Report:
 
     @property
     def machine(self) -> str:
-        """What the experiment says that it ran on."""
         gpu, ranks = self.experiment.cluster.gpu, self.experiment.cluster.gpus
         return f"{ranks} ranks on a CPU, kernels interpreted" if self.on_cpu else f"{ranks} x {gpu}"
 
@@ -75,22 +74,13 @@ class Report:
 
     def plain(self) -> dict[str, Any]:
         """For JSON: SI units; numbers that JSON has not are strings."""
-        runs = [
-            {
-                "folder": str(run.folder),
-                "arms": _plain(arms),
-                "missing": [arm for arm in self.experiment.arms if arm not in run.arms],
-            }
-            for run, arms in zip(self.runs, self.arms, strict=True)
-        ]
-        return {
-            "experiment": self.experiment.name,
-            "machine": self.machine,
-            "paper": self.experiment.paper,
-            "runs": runs,
-            "speedups": _plain(self.speedups),
-            "losses": _plain(self.losses),
-        }
+        of, runs = self.experiment, []
+        for run, arms in zip(self.runs, self.arms, strict=True):
+            missing = [arm for arm in of.arms if arm not in run.arms]
+            runs.append({"folder": str(run.folder), "arms": _plain(arms), "missing": missing})
+        compared = {"speedups": _plain(self.speedups), "losses": _plain(self.losses)}
+        known = {"experiment": of.name, "machine": self.machine, "paper": of.paper}
+        return {**known, "runs": runs, **compared}
 
 
 def read(run: Path) -> list[Run]:

@@ -60,20 +60,16 @@ def summarise(series: Series, workload: Workload) -> ArmSummary:
     fifths = quantiles(times, n=5, method="inclusive") if len(times) > 1 else None
     losses = [i.loss for i in series.iterations if i.loss is not None]
     tokens = workload.model.seq_length * workload.training.global_batch
+    per_second = tokens / step.median if step else None
+    mfu = flops.mfu(workload, step.median) if step else None
+    last, final = series.iterations[-1].number, losses[-1] if losses else None
+    skipped = sum(i.skipped for i in series.iterations)
+    nan = sum(i.nan for i in series.iterations)
+    spread = (fifths[0], fifths[-1]) if fifths else None
     return ArmSummary(
-        timed=len(times),
-        step=step,
-        spread=(fifths[0], fifths[-1]) if fifths else None,
-        tokens_per_second=tokens / step.median if step else None,
-        mfu=flops.mfu(workload, step.median) if step else None,
-        last=series.iterations[-1].number,
-        final_loss=losses[-1] if losses else None,
-        restarts=series.restarts,
-        replaced=series.replaced,
-        skipped=sum(i.skipped for i in series.iterations),
-        nan=sum(i.nan for i in series.iterations),
-        torn=series.torn,
-    )
+        len(times), step, spread, per_second, mfu, last, final,
+        series.restarts, series.replaced, skipped, nan, series.torn,
+    )  # fmt: skip
 
 
 def warm_times(series: Series, warmup: int) -> list[float]:
@@ -90,15 +86,10 @@ def parity(ours: Series, baseline: Series, dtype: str, bound: float | None = Non
     if not differences:
         return None
     measure, usual = BOUNDS[dtype]
-    values = differences.values()
-    return Parity(
-        common=len(differences),
-        max=max(values),
-        mean=fmean(values),
-        first_different=next((n for n, value in differences.items() if value), None),
-        measure=measure,
-        bound=usual if bound is None else bound,
-    )
+    first = next((n for n, value in differences.items() if value), None)
+    largest, mean = max(differences.values()), fmean(differences.values())
+    bound = usual if bound is None else bound
+    return Parity(len(differences), largest, mean, first, measure, bound)
 
 
 def loss_differences(ours: Series, baseline: Series) -> dict[int, float]:

@@ -2,70 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from flux_megatron.errors import BadInput
-from flux_megatron.lab.simulate import given
 
-if TYPE_CHECKING:
-    from rich.table import Table
+NAME = "study/one-node"  # which the options fill in
+WHAT = "As paper/gpt3-175b_a100-pcie, or a YAML; without one give --gpu, --tp, --hidden ..."
+Size = int | None
+Texts = list[str] | None
+HEAD = 128  # columns of an attention head, where their number is not given
+
+
+# of a GPU: GiB by its driver, its link, and that one's GB/s in one direction by data sheet
+MACHINES = {
+    "H200": (140, "nvlink", 450),
+    "H100": (80, "nvlink", 450),
+    "H800": (80, "nvlink", 200),
+    "A100": (80, "nvlink", 300),
+    "A100-PCIE": (80, "pcie", 32),
+}
 
 
 def simulate(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[EXPERIMENT]",
-            help="As paper/gpt3-175b_a100-pcie or study/dlrm-128-nodes, or a YAML; without one, "
-            "give --gpu, --tp, --hidden ...",
-        ),
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[EXPERIMENT]", help=WHAT)] = None,
     arm: Annotated[list[str] | None, typer.Option(help="Only these arms")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Other values")
-    ] = None,
+    set_: Annotated[Texts, typer.Option("--set", metavar="KEY=VALUE", help="Other values")] = None,
     sweep: Annotated[
-        bool, typer.Option("--sweep", help="Also other values of what the experiment assumes")
+        bool, typer.Option("--sweep", help="Also other values of assumptions")
     ] = False,
-    gpu: Annotated[
-        str | None, typer.Option(help=f"{', '.join(given.MACHINES)}; with NVLink but the last")
-    ] = None,
-    tp: Annotated[
-        int | None, typer.Option(min=1, help="Ranks that share a layer, 4 by default")
-    ] = None,
-    dp: Annotated[
-        int | None, typer.Option(min=1, help="Replicas on the same node, 1 by default")
-    ] = None,
-    hidden: Annotated[
-        int | None, typer.Option(min=1, help="Width; without the rest, Llama's 8192")
-    ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="8 by default")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="HIDDEN / 128 by default")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="HEADS by default")] = None,
-    ffn: Annotated[
-        int | None, typer.Option(min=1, help="Width of the MLP, 4 HIDDEN by default")
-    ] = None,
-    vocab: Annotated[int | None, typer.Option(min=1, help="32000 by default")] = None,
-    seq_length: Annotated[int | None, typer.Option(min=1, help="4096 by default")] = None,
+    gpu: Annotated[str | None, typer.Option(help=f"{', '.join(MACHINES)}")] = None,
+    tp: Annotated[Size, typer.Option(min=1, help="Ranks that share a layer, 4 by default")] = None,
+    dp: Annotated[Size, typer.Option(min=1, help="Replicas on the node, 1 by default")] = None,
+    hidden: Annotated[Size, typer.Option(min=1, help="Width, Llama-2 70B's by default")] = None,
+    layers: Annotated[Size, typer.Option(min=1, help="8 by default")] = None,
+    heads: Annotated[Size, typer.Option(min=1, help="HIDDEN / 128 by default")] = None,
+    kv_heads: Annotated[Size, typer.Option(min=1, help="HEADS by default")] = None,
+    ffn: Annotated[Size, typer.Option(min=1, help="Of the MLP, 4 HIDDEN by default")] = None,
+    vocab: Annotated[Size, typer.Option(min=1, help="32000 by default")] = None,
+    seq_length: Annotated[Size, typer.Option(min=1, help="4096 by default")] = None,
     swiglu: Annotated[bool | None, typer.Option(help="SwiGLU, as by default, or GELU")] = None,
-    micro_batch: Annotated[int | None, typer.Option(min=1, help="Sequences, 1 by default")] = None,
-    assumptions: Annotated[
-        bool, typer.Option("--assumptions", help="List what is assumed, with its reasons")
-    ] = False,
-    json_: Annotated[
-        Path | None, typer.Option("--json", help="Write all figures there; -: to stdout, instead")
-    ] = None,
+    micro_batch: Annotated[Size, typer.Option(min=1, help="Sequences, 1 by default")] = None,
+    assumptions: Annotated[bool, typer.Option("--assumptions", help="With reasons")] = False,
+    json_: Annotated[Path | None, typer.Option("--json", help="All figures; -: to stdout")] = None,
 ) -> None:
     """Predict what a step of an experiment's arms takes, and what of it is exposed.
 
     docs/cluster.md says how to read the output, docs/performance.md how far off it is.
     """
+    from rich.console import Console
+
     from flux_megatron import option_values
-    from flux_megatron.lab.simulate import dlrm_tables, predictions, study, tables
+    from flux_megatron.lab.simulate import predictions, study, tables
 
     options = {
         "cluster.gpu": gpu, "parallel.tp": tp, "parallel.dp": dp, "model.hidden": hidden,
@@ -81,14 +72,17 @@ def simulate(
         if arm:
             raise BadInput(f"{name}: --set, --sweep and --json expected with a study")
         of_study = study.load(name, overrides)
-        shown = [*dlrm_tables.shown(of_study, sweep)]
-        plain = dlrm_tables.plain(of_study, sweep)
+        shown = [*study.shown(of_study, sweep)]
+        plain = study.plain(of_study, sweep)
     else:
         found = predictions.predict(name, overrides, arm or [], sweep)
         shown = [*tables.tables(found), *tables.remarks(found, assumptions)]
         plain = tables.plain(found)
     if json_ != option_values.STDOUT:
-        _print(shown)
+        console = Console()
+        console = console if console.is_terminal else Console(width=120)
+        for item in shown:
+            console.print(item, soft_wrap=isinstance(item, str), highlight=False, markup=False)
     if json_ is not None:
         option_values.write_json(json_, plain)
 
@@ -104,15 +98,24 @@ def _what(
         raise BadInput(f"{name}: no --gpu, --tp, --hidden ... beside it; --set changes its values")
     if not name and not of_options:
         raise BadInput("an experiment, or --gpu H100 --tp 8 --hidden 8192 expected")
-    overrides = {} if name else given.values(of_options)
-    return name or given.NAME, overrides | config_files.overrides(texts, EXAMPLE)
+    overrides = {} if name else values(of_options)
+    return name or NAME, overrides | config_files.overrides(texts, EXAMPLE)
 
 
-def _print(items: Iterable[str | Table]) -> None:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
-    for item in items:
-        console.print(item, soft_wrap=isinstance(item, str), highlight=False, markup=False)
+def values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given, and what follows from it, by dotted keys: one node of as many GPUs as the
+    ranks; of --hidden heads of 128, keys and values for every head, an MLP of four times the width.
+    `BadInput` for a GPU without a model, or a width that gives no heads.
+    """
+    found = {"cluster.gpu": "H200", "parallel.tp": 4, "parallel.dp": 1, **given}
+    if (name := found["cluster.gpu"]) not in MACHINES:
+        raise BadInput(f"--gpu {name}: one of {', '.join(MACHINES)} expected")
+    of_link = ("cluster.memory_gib", "cluster.link.kind", "cluster.link.bandwidth_gbps")
+    found |= dict(zip(of_link, MACHINES[name], strict=True))
+    found["cluster.gpus_per_node"] = found["parallel.tp"] * found["parallel.dp"]
+    found["training.global_batch"] = found.get("training.micro_batch", 1) * found["parallel.dp"]
+    if (hidden := given.get("model.hidden")) is None:
+        return found
+    if not (heads := given.get("model.heads", hidden // HEAD)):
+        raise BadInput(f"--hidden {hidden}: at least {HEAD} expected, or --heads with it")
+    return {"model.heads": heads, "model.kv_heads": heads, "model.ffn": 4 * hidden} | found

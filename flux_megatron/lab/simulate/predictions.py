@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flux_megatron.config_files import flat
 from flux_megatron.lab.perf import step as steps
 from flux_megatron.lab.perf.step import Step
 from flux_megatron.launch import experiment as experiments
@@ -50,7 +51,6 @@ class Predictions:
         return str(figure) if figure is not None and self.is_published else ""
 
     def range(self, arm: Arm) -> tuple[float, float]:
-        """The least and the largest speedup of an arm, over all alternatives."""
         found = [self.speedups(arm, a.steps) for a in self.alternatives if a.steps]
         found.append(self.speedups(arm))
         return min(found), max(found)
@@ -65,18 +65,13 @@ def predict(
     that the cost model does not know.
     """
     experiment = experiments.load(name, overrides).only([*arms])
-    found = experiment.sweep if alternatives else {}
-    return Predictions(
-        experiment=experiment,
-        steps=_steps(experiment),
-        alternatives=[
-            _alternative(name, overrides, {key: value}, [*experiment.arms])
-            for key, values in found.items()
-            for value in values
-            if not _is_current(experiment.arms, key, value)
-        ],
-        is_published=not overrides,
-    )
+    others = [
+        _alternative(name, overrides, {key: value}, [*experiment.arms])
+        for key, values in (experiment.sweep if alternatives else {}).items()
+        for value in values
+        if not _is_current(experiment.arms, key, value)
+    ]
+    return Predictions(experiment, _steps(experiment), others, is_published=not overrides)
 
 
 def _steps(experiment: Experiment) -> Steps:
@@ -95,10 +90,4 @@ def _alternative(
 
 def _is_current(workloads: Mapping[Arm, Workload], key: str, value: Any) -> bool:
     """Whether all arms have this value of the dotted key already."""
-    found = []
-    for workload in workloads.values():
-        at: Any = asdict(workload)
-        for part in key.split("."):
-            at = at[part]
-        found.append(at)
-    return all(at == value for at in found)
+    return all(flat(asdict(one)).get(key) == value for one in workloads.values())

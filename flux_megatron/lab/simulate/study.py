@@ -1,4 +1,4 @@
-"""Studies of a DLRM on many nodes: their YAML, and what is predicted of them.
+"""Studies of a DLRM on many nodes: their YAML, what is predicted of them, and its tables.
 
     load("study/dlrm-128-nodes", {"model.pooling": 20}).study
 
@@ -8,20 +8,26 @@ experiment has. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flux_megatron.config_files import flat, merge
 from flux_megatron.lab.perf import dlrm_step
 from flux_megatron.lab.perf.dlrm import Study, broken
 from flux_megatron.lab.perf.dlrm_step import ARMS, Arm, Prediction
+from flux_megatron.lab.simulate import tables
 from flux_megatron.lab.simulate.predictions import Alternative
 from flux_megatron.launch import experiment, schema
 from flux_megatron.launch.errors import ExperimentError, Rule
 from flux_megatron.launch.inheritance import Merged, Tree
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NEAR = (0.19, 0.23)  # of the study's figure, about 21 %
+FUSED = ARMS[1:]
 # What the range is of: all combinations of their values in `sweep`.
 JOINT = (
     "network.bandwidth_gbps", "network.latency_us", "model.pooling", "step.global_batch",
@@ -75,7 +81,6 @@ def reduction(arms: Mapping[Arm, Prediction], arm: Arm) -> float:
 
 
 def one_at_a_time(found: StudyFile) -> list[Alternative]:
-    """Every other value of what is assumed."""
     current = flat(found.tree)
     return [
         changed(found, {key: value})
@@ -86,7 +91,6 @@ def one_at_a_time(found: StudyFile) -> list[Alternative]:
 
 
 def jointly(found: StudyFile) -> list[Alternative]:
-    """All combinations of network, pooling and batch."""
     keys = [key for key in JOINT if key in found.sweep]
     combinations = product(*(found.sweep[key] for key in keys))
     return [changed(found, dict(zip(keys, one, strict=True))) for one in combinations]
@@ -99,3 +103,69 @@ def changed(found: StudyFile, values: dict[str, Any]) -> Alternative:
     if study is None or wrong:
         return Alternative(values, {}, wrong[0][1])
     return Alternative(values, predict(study))
+
+
+def shown(found: StudyFile, swept: bool) -> Iterator[str | Table]:
+    network, arms = found.study.network, predict(found.study)
+    yield (
+        f"{found.name}: {network.nodes} x {found.study.gpu.name}, {network.kind} "
+        f"{' x '.join(map(str, network.shape))}, batch {found.study.step.global_batch}"
+    )
+    yield tables.parts(arms)
+    yield _reductions(found, arms)
+    if swept:
+        yield tables.ONE_AT_A_TIME
+        tried = one_at_a_time(found)
+        yield tables.others("unfused", arms, tried, "shorter by", lambda arm, of: _share(of, arm))
+        yield "\nAll combinations of bandwidth, latency, pooling and batch"
+        yield _ranges(found)
+    if "section" in found.paper:
+        yield f"The paper's figure: {found.paper['section']}."
+    yield "Assumed:"
+    for key, why in found.assumed.items():
+        yield f"  {key}: {why}"
+    yield "How far to trust it: docs/performance.md."
+
+
+def _share(arms: Mapping[Arm, Prediction], arm: Arm) -> str:
+    return f"{reduction(arms, arm):.1%}"
+
+
+def _reductions(found: StudyFile, arms: Mapping[Arm, Prediction]) -> Table:
+    """The paper's figure is for its own arms."""
+    from rich.table import Table
+
+    table = Table("arm", "step, ms", "shorter by", "the paper's")
+    paper = str(found.paper.get("reduction", ""))
+    for arm, step in arms.items():
+        cells = ("", "") if arm == "unfused" else (_share(arms, arm), paper * (arm != "ours"))
+        table.add_row(arm, f"{step.step_us / 1e3:.1f}", *cells)
+    return table
+
+
+def _ranges(found: StudyFile) -> Table:
+    from rich.table import Table
+
+    table = Table("arm", "combinations", "shorter by", "by 19 to 23 %")
+    tried = [one.steps for one in jointly(found) if one.steps]
+    for arm in FUSED if tried else ():
+        shares = [reduction(arms, arm) for arms in tried]
+        near = sum(NEAR[0] <= share <= NEAR[1] for share in shares)
+        table.add_row(arm, str(len(shares)), f"{min(shares):.1%} to {max(shares):.1%}", f"{near}")
+    return table
+
+
+def plain(found: StudyFile, swept: bool) -> dict[str, Any]:
+    """All of it in the types of JSON; times in microseconds."""
+    arms = predict(found.study)
+    tried = [*one_at_a_time(found), *jointly(found)] if swept else []
+    return {
+        "study": found.name,
+        "values": asdict(found.study),
+        "stated": found.stated,
+        "assumed": found.assumed,
+        "paper": found.paper,
+        "arms": {arm: asdict(one) for arm, one in arms.items()},
+        "reductions": {arm: reduction(arms, arm) for arm in FUSED},
+        "alternatives": [{"values": one.values, **tables.figures(one)} for one in tried],
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,6 @@ ONE_AT_A_TIME = "\nOther values of what is assumed, one at a time"
 
 
 def tables(found: Predictions) -> Iterator[str | Table]:
-    """Each table after its heading."""
     yield title(found)
     yield accuracy.sentence(next(iter(found.experiment.arms.values())))
     yield parts(found.steps)
@@ -54,7 +54,6 @@ def parts(steps: Mapping[Any, Any]) -> Table:
 
 
 def _arms(found: Predictions) -> Table:
-    """A row an arm: its step, and what that makes."""
     from rich.table import Table
 
     unit = _unit(found.steps.values())
@@ -102,24 +101,15 @@ def remarks(found: Predictions, assumptions: bool) -> Iterator[str]:
     experiment = found.experiment
     if "section" in experiment.paper and found.is_published:
         yield f"The paper's figures: {experiment.paper['section']}."
-    yield from _assumed(experiment.assumed, assumptions)
-    yield "How to read it: docs/cluster.md. How far off it is: docs/performance.md."
-
-
-def _assumed(assumed: dict[str, str], whole: bool) -> Iterator[str]:
-    if assumed and not whole:
+    assumed, keys = experiment.assumed, defaultdict[str, list[str]](list)
+    if assumed and not assumptions:
         yield f"{len(assumed)} values are assumed: --assumptions lists them with their reasons."
     elif assumed:
         yield "Assumed, as nobody states it:"
-        for keys, why in _by_reason(assumed).items():
-            yield f"  {keys}: {why}"
-
-
-def _by_reason(assumed: dict[str, str]) -> dict[str, str]:
-    keys: dict[str, list[str]] = {}
-    for key, why in assumed.items():
-        keys.setdefault(why, []).append(key)
-    return {", ".join(names): why for why, names in keys.items()}
+        for key, why in assumed.items():
+            keys[why].append(key)
+        yield from (f"  {', '.join(names)}: {why}" for why, names in keys.items())
+    yield "How to read it: docs/cluster.md. How far off it is: docs/performance.md."
 
 
 def plain(found: Predictions) -> dict[str, Any]:

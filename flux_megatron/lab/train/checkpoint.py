@@ -46,7 +46,6 @@ def load(folder: Path, trainee: Trainee) -> int:
 
 
 def load_weights(folder: Path, module: GPTModel) -> None:
-    """The weights alone. Collective."""
     state = dist_checkpointing.load({"model": module.sharded_state_dict()}, str(folder))
     module.load_state_dict(state["model"])
 

@@ -12,6 +12,8 @@ import typer
 
 from flux_megatron import command_errors, config_files, option_values
 
+Texts = list[str] | None
+
 
 def train(
     config: Annotated[Path, typer.Option(help="YAML file, or demo or h200, which we ship")],
@@ -19,15 +21,9 @@ def train(
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of text files")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other key")
-    ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Train stock layers too; fail where they differ")
-    ] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in OUT, also on other --tp ranks")
-    ] = False,
+    set_: Annotated[Texts, typer.Option("--set", metavar="KEY=VALUE", help="Any other key")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Also train stock layers")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in OUT")] = False,
 ) -> None:
     """Pretrain a GPT with megatron-core on our layers."""
     command_errors.require("train", "megatron.core", "numpy", "psutil")

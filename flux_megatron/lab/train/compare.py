@@ -15,9 +15,9 @@ from statistics import fmean
 from typing import Any
 
 from flux_megatron.errors import BadInput
-from flux_megatron.lab.train import plot, run_folder
+from flux_megatron.lab.train import run_folder
 from flux_megatron.lab.train.config import TrainConfig
-from flux_megatron.lab.train.rank_counts import show
+from flux_megatron.lab.train.run_folder import show
 
 FLOAT32_TOLERANCE = 1e-5  # nats; both runs do the same sums, a few of them in another order
 STOCK_ARMS = ("stock", "stock-rank-order", "stock-reverse-order")
@@ -51,7 +51,7 @@ def conclude(out: Path, folders: list[Path]) -> bool:
     result |= {key: summary[key] for key in COUNTS}
     result["passed"] = result["losses_agree"] and result["silent"] == 0
     run_folder.write_json(out / "compare.json", result)
-    plot.draw(out / "compare.png", curves, summary["run"])
+    run_folder.draw(out / "compare.png", curves, summary["run"])
     show("our layers against stock Megatron", result)
     print(f"verdict: {'same' if result['passed'] else 'DIFFERENT'}, curves: {out / 'compare.png'}")
     return bool(result["passed"])

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from flux_megatron.lab.train import checkpoint, plot, run_folder
+from flux_megatron.lab.train import checkpoint, run_folder
 from flux_megatron.lab.train.config import TrainConfig
 from flux_megatron.lab.train.data import gpt_dataset, microbatches
 from flux_megatron.lab.train.model import Trainee, layer_context
-from flux_megatron.lab.train.rank_counts import counts_of_all_ranks, show
+from flux_megatron.lab.train.run_folder import counts_of_all_ranks, show
 from flux_megatron.overlap.report import report, reset_report
 from flux_megatron.symm.step import confirm_step
 
@@ -121,7 +121,7 @@ def _finish(config: TrainConfig, out: Path, summary: dict[str, Any], device: tor
         f"TP {config.parallel.tp}, {config.train.dtype}, {dist.get_world_size()} x {machine}",
     }
     run_folder.write_json(out / run_folder.SUMMARY, summary)
-    plot.draw(out / "loss.png", {config.layers: rows}, summary["run"])
+    run_folder.draw(out / "loss.png", {config.layers: rows}, summary["run"])
     show(f"{config.layers} layers", summary)
 
 

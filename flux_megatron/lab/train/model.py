@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -16,12 +18,17 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import layers, mappings
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from flux_megatron.integration.specs import gpt_block_spec, use_flux_output_layer
 from flux_megatron.lab.train.config import PADDED_VOCAB, TrainConfig
-from flux_megatron.lab.train.reordered import reordered_reduce_scatter
+
+ORDERS: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
+    "stock-rank-order": lambda partials: reduce(torch.add, [part.float() for part in partials]),
+    "stock-reverse-order": lambda partials: reduce(torch.add, reversed(partials)),
+}
 
 
 class Trainee:
@@ -59,9 +66,38 @@ class Trainee:
         return float(self.optimizer.param_groups[0]["lr"])
 
 
-def layer_context(config: TrainConfig) -> AbstractContextManager[Any]:
-    """What must surround the run of a stock arm whose sums are reordered; else nothing."""
-    return reordered_reduce_scatter(config.layers) if "order" in config.layers else nullcontext()
+@contextmanager
+def layer_context(config: TrainConfig) -> Iterator[None]:
+    """What must surround the run of a stock arm whose sums are in another order: Megatron's
+    reduce-scatters are an all-to-all and a local sum. Two correct implementations that add the same
+    partial sums in different orders drift apart in bfloat16, so how far stock drifts from itself
+    bounds the drift of another correct one.
+    """
+    changed = (layers, mappings) if config.layers in ORDERS else ()
+    originals = {module: module.dist_reduce_scatter_func for module in changed}
+    for module in changed:
+        module.dist_reduce_scatter_func = partial(_reduce_scatter, ORDERS[config.layers])
+    try:
+        yield
+    finally:
+        for module, original in originals.items():
+            module.dist_reduce_scatter_func = original
+
+
+class _Finished:
+    """The handle of a collective that is already complete."""
+
+    def wait(self) -> None: ...
+
+
+def _reduce_scatter(
+    add_up: Callable[[list[torch.Tensor]], torch.Tensor], output: torch.Tensor,
+    input_: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False,
+) -> _Finished | None:  # fmt: skip
+    received = torch.empty_like(input_)
+    dist.all_to_all_single(received, input_, group=group)
+    output.copy_(add_up([*received.chunk(group.size())]))
+    return _Finished() if async_op else None
 
 
 def transformer_config(config: TrainConfig) -> TransformerConfig:

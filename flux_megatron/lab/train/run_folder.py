@@ -1,4 +1,4 @@
-"""The folder of one run. No torch.
+"""The folder of one run, and what is said of it. Torch and Triton only in ranks.
 
 config.json  metrics.jsonl  summary.json  loss.png  data/  checkpoints/  logs/
 """
@@ -6,8 +6,9 @@ config.json  metrics.jsonl  summary.json  loss.png  data/  checkpoints/  logs/
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pydantic import ValidationError
 
@@ -17,6 +18,7 @@ from flux_megatron.lab.train.config import MAY_CHANGE, TrainConfig
 from flux_megatron.launch import schema
 
 CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
+OURS, STOCK = "flux", {"linewidth": 6, "alpha": 0.35}  # lines of curves
 OF_A_START = {CONFIG, "data", "logs"}  # what a run leaves that has done no step
 
 
@@ -77,3 +79,62 @@ def keep_metrics(out: Path, step: int) -> None:
 def append_metrics(out: Path, row: dict[str, Any]) -> None:
     with (out / METRICS).open("a") as stream:
         stream.write(json.dumps(row) + "\n")
+
+
+def counts_of_all_ranks(config: TrainConfig, eligible: int) -> dict[str, Any]:
+    """Sums over all ranks, each of which has made `eligible` calls. Collective."""
+    import torch.distributed as dist
+
+    from flux_megatron.overlap.report import Report, report
+
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, report())
+    calls = sum((Counter(rank.calls) for rank in ranks), Counter())
+    fallbacks = sum((Counter(rank.fallbacks) for rank in ranks), Counter())
+    return counts(config, Report(calls, fallbacks, 0), eligible * len(ranks))
+
+
+def counts(config: TrainConfig, found: Any, eligible: int) -> dict[str, Any]:
+    """`silent`: how many of the eligible calls neither overlapped nor gave a reason. A `sequential`
+    plan is a reason where plans are chosen, or where it is the run's strategy.
+    """
+    if config.layers != "flux" or config.parallel.tp == 1:
+        eligible = 0
+    silent = eligible - found.overlapped - sum(found.fallbacks.values())
+    if config.strategy in ("auto", "sequential"):
+        silent -= found.chosen_sequential
+    return {
+        "calls": {" ".join(key): n for key, n in sorted(found.calls.items())},
+        "fallbacks": {": ".join(key): n for key, n in sorted(found.fallbacks.items())},
+        "overlapped": found.overlapped,
+        "chosen_sequential": found.chosen_sequential,
+        "eligible": eligible,
+        "silent": silent,
+    }
+
+
+def show(title: str, facts: dict[str, Any], stream: IO[str] | None = None) -> None:
+    values = {name: f"{v:.6g}" if isinstance(v, float) else v for name, v in facts.items()}
+    lines = [f"  {name.replace('_', ' ')}: {value}" for name, value in values.items()]
+    print("\n".join([title, *lines]), file=stream, flush=True)
+
+
+def draw(file: Path, curves: dict[str, list[dict[str, Any]]], title: str) -> None:
+    """Write a PNG: ours as a thin line on the wide pale ones of stock runs, so that equal curves
+    are both seen.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    axes = figure.subplots()
+    for name in sorted(curves, key=lambda name: name == OURS):
+        steps, losses = zip(*((row["step"], row["loss"]) for row in curves[name]), strict=True)
+        style: Any = {"color": "black", "linewidth": 1} if name == OURS else STOCK
+        axes.plot(steps, losses, label=name, marker="." if len(steps) == 1 else None, **style)
+    axes.set(xlabel="step", ylabel="loss (nats per byte)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(file)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flux_megatron.embedding import operation, sequential_bags
 from flux_megatron.embedding.bags import Bags
-from flux_megatron.lab.bench.operations import exact
+from flux_megatron.lab.bench import operations
 from flux_megatron.lab.bench.table_run import Run
 from flux_megatron.tuning.timing import race
 
@@ -68,10 +68,10 @@ def measure(run: Run, case: Case, rounds: int) -> None:
     about = replace(run.about, dtype=str(case.dtype).removeprefix("torch."))
     rows = replace(run, about=about)  # what it says of the run comes last in a row
     for direction, suffix in (("forward", ""), ("backward", "_backward")):
-        eager: dict[str, exact.Call] = {name: getattr(work, name + suffix) for name in NAMES}
-        calls = exact.and_in_graphs(run, eager)
+        eager: dict[str, operations.Call] = {name: getattr(work, name + suffix) for name in NAMES}
+        calls = operations.and_in_graphs(run, eager)
         ours = {name: call for name, call in calls.items() if name.startswith("fused")}
-        exact.verify(run, work.fill, ours, eager["library"])
+        operations.verify(run, work.fill, ours, eager["library"])
         found = race(calls, group=run.group, device=run.device, rounds=rounds)
         us = {name: found.median_us(name) for name in found.times_us}
         # the last one: in a graph, if there are any
@@ -88,8 +88,6 @@ def measure(run: Run, case: Case, rounds: int) -> None:
 
 
 class Work:
-    """One rank's operands of a case, and its candidates."""
-
     def __init__(self, case: Case, run: Run) -> None:
         self.case, self.run, self.group = case, run, run.group
         rank, R = run.group.rank(), run.group.size()
@@ -138,12 +136,10 @@ class Work:
         return torch.cat([block.view(-1, n, case.D) for block, n in blocks], 1)
 
     def lookup_backward(self, gradients: Tensor | None = None) -> Tensor:
-        case, local = self.case, len(self.weight)
-        if gradients is None:
-            gradients = self.pooled_gradients
         dw = torch.ops.aten._embedding_bag_dense_backward(
-            gradients, self.flat, self.bag_of_entry, self.lengths, self.lengths,
-            local * case.rows, False, 0, None,
+            self.pooled_gradients if gradients is None else gradients, self.flat,
+            self.bag_of_entry, self.lengths, self.lengths, len(self.weight) * self.case.rows,
+            False, 0, None,
         )  # fmt: skip
         return dw.view_as(self.weight)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from flux_megatron.dispatch import LAYOUTS
 from flux_megatron.expert_parallel import call, ops
 from flux_megatron.expert_parallel.wgrad import weight_gradient
-from flux_megatron.lab.bench.operations import exact
+from flux_megatron.lab.bench import operations
 from flux_megatron.lab.bench.operations.expert_references import Baseline, grouped, routed, wgrad
 from flux_megatron.lab.bench.table_run import Run
 from flux_megatron.problem import Plan
@@ -98,10 +98,10 @@ def verify(run: Run, experts: int) -> None:
         case = Case("verified", hidden, ffn, experts, 1, tokens, 0.0)
         work = Work(case, run, capacity=run.group.size() * tokens + 7)
         for name, plan in work.plans.items():
-            ours: dict[str, exact.Call] = {name: partial(work.step, plan)}
+            ours: dict[str, operations.Call] = {name: partial(work.step, plan)}
             if name not in ASK_HOST:
-                ours = exact.and_in_graphs(run, ours)
-            exact.verify(run, work.renew, ours, work.expected)
+                ours = operations.and_in_graphs(run, ours)
+            operations.verify(run, work.renew, ours, work.expected)
     if stream is not None:
         torch.cuda.synchronize(run.device)
 
@@ -148,7 +148,7 @@ class Work:
         self.dh = self._random(self.capacity, case.ffn)
         self.arrived = self._random(self.came, case.hidden)
         self.plans = plans(run, self.x, case.ffn)
-        self.made = exact.generator(run)
+        self.made = operations.generator(run)
 
     def _random(self, *shape: int) -> Tensor:
         dtype = getattr(torch, self.run.about.dtype)
@@ -166,7 +166,7 @@ class Work:
         """Other operands and other counts, in the same memory; every fifth time all rows go to the
         last expert.
         """
-        exact.fill(self.made, self.w, self.v, self.x, self.z, self.dy, self.dh)
+        operations.fill(self.made, self.w, self.v, self.x, self.z, self.dy, self.dh)
         skew, seed = (0.0, 0.9, 0.5)[self.calls % 3], 10 * self.calls + self.run.group.rank()
         ranks, experts = self.counts.shape
         self.counts.copy_(routed(self.case.rows, ranks, experts, skew, seed))
@@ -175,7 +175,6 @@ class Work:
         self.calls += 1
 
     def step(self, plan: Plan) -> dict[str, Tensor]:
-        """Both operations, forward and backward."""
         x, w, z, v = (t.detach().requires_grad_() for t in (self.x, self.w, self.z, self.v))
         hidden, y = self.there(x, w, self.counts, plan), self.back(z, v, self.counts, plan)
         dx, dw = torch.autograd.grad(hidden, (x, w), self.dh)
@@ -183,7 +182,6 @@ class Work:
         return {"hidden": hidden, "y": y, "dx": dx, "dw": dw, "dz": dz, "dv": dv}
 
     def expected(self) -> dict[str, Tensor]:
-        """The library's results of `step`."""
         library, w, v = self.fetched, self.w, self.v
         hidden, y = library.a2a_gemm(self.x, w), library.gemm_a2a(self.z, v)
         rows = library.exchange(self.x, library.sent, library.received)[library.order]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,15 +20,11 @@ def routed(rows: int, ranks: int, experts: int, skew: float, seed: int) -> Tenso
     return chosen.bincount(minlength=ranks * experts).to(torch.int32).view(ranks, experts)
 
 
-@dataclass
 class Baseline:
     """Collective, sort and grouped GEMM; the splits are known, or fetched in each call."""
 
-    run: Run
-    counts: Tensor
-    fetch: bool
-
-    def __post_init__(self) -> None:
+    def __init__(self, run: Run, counts: Tensor, fetch: bool) -> None:
+        self.run, self.counts, self.fetch = run, counts, fetch
         self.fetch_splits()
 
     def fetch_splits(self) -> None:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flux_megatron import ops
+from flux_megatron.lab.bench import operations
 from flux_megatron.lab.bench.candidates import replayed
-from flux_megatron.lab.bench.operations import exact
 from flux_megatron.lab.bench.table_run import Run
 from flux_megatron.overlap import low_latency
 from flux_megatron.problem import Pattern, Problem
@@ -58,25 +58,19 @@ def cases(run: Run) -> Iterator[Case]:
 
 
 def candidates(run: Run, case: Case) -> dict[str, Call]:
-    """mm alone, the baseline, ours."""
-
     def baseline(x: Tensor, w: Tensor) -> Tensor:
         y = torch.mm(x, w.t())
         dist.all_reduce(y, group=run.group)
         return y
 
-    device = run.device.type
-    sizes = case.M, case.N, case.K
-    problem = Problem(Pattern.GEMM_AR, *sizes, "bfloat16", run.group.size(), device=device)
-    plan = low_latency.default_plan(problem)
+    sizes, ranks, device = case[1:], run.group.size(), run.device.type
+    plan = low_latency.default_plan(
+        Problem(Pattern.GEMM_AR, *sizes, "bfloat16", ranks, device=device)
+    )
     name = f"{OURS} {plan.tile.block_n}x{plan.tile.block_k}x{plan.tile.num_stages}"
-    return {
-        "mm alone": lambda x, w: torch.mm(x, w.t()),
-        BASELINE: baseline,
-        name + " two-phase" * plan.two_phase: partial(
-            ops.gemm_all_reduce, group=run.group, plan=plan
-        ),
-    }
+    name += " two-phase" * plan.two_phase
+    ours = partial(ops.gemm_all_reduce, group=run.group, plan=plan)
+    return {"mm alone": lambda x, w: torch.mm(x, w.t()), BASELINE: baseline, name: ours}
 
 
 def measure(run: Run, case: Case, rounds: int) -> None:
@@ -85,21 +79,21 @@ def measure(run: Run, case: Case, rounds: int) -> None:
     beyond = -(-BEYOND_L2_BYTES // (2 * case.N * K_local))
     x = torch.empty(case.M, K_local, dtype=torch.bfloat16, device=run.device)
     ws = [x.new_empty(case.N, K_local) for _ in range(min(CALLS, beyond) if on_gpu else 1)]
-    several: dict[str, Callable[[], None]] = {}
-    calls, made = candidates(run, case), exact.generator(run)
+    calls, made = candidates(run, case), operations.generator(run)
     once = {name: partial(call, x, ws[0]) for name, call in calls.items()}
     ours = {name: call for name, call in once.items() if name.startswith(OURS)}
-    renew = partial(exact.fill, made, x, ws[0])
-    exact.verify(run, renew, exact.and_in_graphs(run, ours), once[BASELINE])
+    renew = partial(operations.fill, made, x, ws[0])
+    operations.verify(run, renew, operations.and_in_graphs(run, ours), once[BASELINE])
     for tensor in (x, *ws):
         tensor.normal_()
-    for name, call in calls.items():
 
-        def again(call: Call = call) -> None:
-            for number in range(CALLS):
-                call(x, ws[number % len(ws)])
+    def again(call: Call) -> None:
+        for number in range(CALLS):
+            call(x, ws[number % len(ws)])
 
-        several[name] = replayed(again) if on_gpu else again
+    several: dict[str, operations.Call] = {n: partial(again, call) for n, call in calls.items()}
+    if on_gpu:
+        several = {name: replayed(call) for name, call in several.items()}
     found = race(several, group=run.group, device=run.device, rounds=rounds)
     sizes = {"case": case.name, "M": case.M, "N": case.N, "K": case.K}
     run.say(str(case))
