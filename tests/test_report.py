@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
+from itertools import starmap
 from unittest import mock
 
 import pytest
@@ -29,12 +31,6 @@ def _fresh_report():
     reset_report()
 
 
-def test_nothing_has_run():
-    assert report() == Report({}, {}, 0)
-    assert report().share == 1.0
-    assert report().total == report().overlapped == 0
-
-
 def test_counts_and_share():
     for pattern, strategy in [("ag_gemm", "fused"), ("ag_gemm", "fused"), ("gemm_rs", "pipelined")]:
         note_call(pattern, strategy)
@@ -49,20 +45,13 @@ def test_counts_and_share():
     assert now.total == 4, "a report does not change afterwards"
 
 
-def note_all(fallbacks: list[tuple[str, str]]) -> None:
-    for pattern, reason in fallbacks:
-        note_fallback(pattern, reason)
-
-
 def test_a_fallback_is_counted_as_sequential_and_said_once():
-    noted = [("ag_gemm", "no reason at all")] * 3 + [("ag_gemm", "another"), ("gemm_rs", "another")]
+    noted = {("ag_gemm", "no reason at all"): 3, ("ag_gemm", "other"): 1, ("gemm_rs", "other"): 1}
     with pytest.warns(UserWarning, match="ag_gemm runs without overlap: no reason at all") as said:
-        note_all(noted)
+        list(starmap(note_fallback, Counter(noted).elements()))
     assert len(said) == 3
     now = report()
-    assert now.fallbacks == {
-        ("ag_gemm", "no reason at all"): 3, ("ag_gemm", "another"): 1, ("gemm_rs", "another"): 1
-    }  # fmt: skip
+    assert now.fallbacks == noted
     assert now.calls == {("ag_gemm", "sequential"): 4, ("gemm_rs", "sequential"): 1}
     assert (now.share, now.chosen_sequential) == (0.0, 0)
 
@@ -84,6 +73,8 @@ def test_a_reset_starts_anew():
             note_fallback("ag_gemm", "again")
         reset_report()
     assert report() == Report({}, {}, 0)
+    assert report().share == 1.0
+    assert report().total == report().overlapped == 0
 
 
 @on_device_ranks(2, environment=FUSED)
@@ -91,25 +82,22 @@ def test_a_call_is_counted_when_it_is_enqueued(rank):
     """Calls that end with an error were not enqueued: no strategy has any in the report."""
     x, w = torch.ones(4, 4, device=DEVICE), torch.ones(4, 4, device=DEVICE)
     group = dist.group.WORLD
+
+    def fails(module, name: str, operation, *given, **options) -> None:
+        with mock.patch.object(module, name, side_effect=KeyError), pytest.raises(KeyError):
+            operation(*given, group, **options)
+
     for pattern, operation in ops.OPERATIONS.items():
         operation(x, w, group)
-        with mock.patch.object(fused, str(pattern), side_effect=KeyError), pytest.raises(KeyError):
-            operation(x, w, group)
+        fails(fused, str(pattern), operation, x, w)
     for name in ("start_gemm_rs", "start_gemm_ar"):
-        with mock.patch.object(fused, name, side_effect=KeyError), pytest.raises(KeyError):
-            getattr(ops, name)(x, w, group)
-    with mock.patch.object(fused, "start_gather", side_effect=KeyError), pytest.raises(KeyError):
-        ops.start_gather_and_gemm_rs(x, x, w, group)
-    weight = torch.ones(1, 4, 8, device=DEVICE)
-    indices, offsets = torch.zeros(2, dtype=torch.int64), torch.arange(3)
-    given = weight, indices.to(DEVICE), offsets.to(DEVICE), group
-    with mock.patch.object(fused_bags, "forward", side_effect=KeyError), pytest.raises(KeyError):
-        flux_megatron.embedding_all_to_all(*given)
-    counts = torch.ones(2, 1, dtype=torch.int32, device=DEVICE)
-    for name, size in (("a2a_gemm", "capacity"), ("gemm_a2a", "tokens")):
-        module = call.STRATEGIES["fused"]
-        with mock.patch.object(module, name, side_effect=KeyError), pytest.raises(KeyError):
-            getattr(expert_ops, name)(x[:2], w[None], counts, group, **{size: 2})
+        fails(fused, name, getattr(ops, name), x, w)
+    fails(fused, "start_gather", ops.start_gather_and_gemm_rs, x, x, w)
+    bags = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.arange(3, device=DEVICE)
+    fails(fused_bags, "forward", flux_megatron.embedding_all_to_all, w[None], *bags)
+    given = x[:2], w[None], torch.ones(2, 1, dtype=torch.int32, device=DEVICE)
+    fails(call.STRATEGIES["fused"], "a2a_gemm", expert_ops.a2a_gemm, *given, capacity=2)
+    fails(call.STRATEGIES["fused"], "gemm_a2a", expert_ops.gemm_a2a, *given, tokens=2)
     assert report().calls == {(str(pattern), "fused"): 1 for pattern in ops.OPERATIONS}
     assert report().fallbacks == {}
 
@@ -124,13 +112,9 @@ def test_strict_mode_refuses_a_fallback_before_the_call(rank):
     assert (report().calls, report().fallbacks) == ({}, {})
 
 
-def check_refused() -> None:
-    x, w = torch.ones(2, 3, device=DEVICE), torch.ones(2, 4, device=DEVICE)
-    column_parallel_linear(x, w, None, group=dist.group.WORLD)
-
-
 @on_device_ranks(2, environment=FUSED)
 def test_real_calls(rank):
+    x, w = torch.ones(2, 3, device=DEVICE), torch.ones(2, 4, device=DEVICE)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for seed in range(2):
@@ -139,7 +123,7 @@ def test_real_calls(rank):
             check(Case("gemm_rs", 5, 4, 3, seed=seed, plan=Plan("sequential")))
             check(Case("ag_gemm", 5, 4, 3, seed=seed, dtype=torch.float64))
         with pytest.raises(ValueError, match="equal K"):
-            check_refused()
+            column_parallel_linear(x, w, None, group=dist.group.WORLD)
     now, reason = flux_megatron.report(), "dtype float64 is none of float32, bfloat16, float16"
     assert now.calls == {
         ("ag_gemm", "fused"): 2, ("gemm_rs", "pipelined"): 2,

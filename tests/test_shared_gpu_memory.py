@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
@@ -32,9 +33,12 @@ CASES = {
 }
 
 
-def torch_s(rank: int, uuid: str, failures: dict[str, str]):
-    """Patches that stand for torch's symmetric memory; steps of `failures` raise."""
-    seen = []
+@contextmanager
+def torch_s(uuid: str, failures: dict[str, str]):
+    """Stand-ins of torch's symmetric memory; steps of `failures` raise. The variable as it is seen
+    in each rendezvous.
+    """
+    seen: list[str | None] = []
 
     def empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if "empty" in failures:
@@ -49,12 +53,13 @@ def torch_s(rank: int, uuid: str, failures: dict[str, str]):
         return SimpleNamespace(get_buffer=get_buffer, buffer_ptrs=[0, 0])
 
     properties = SimpleNamespace(uuid=uuid)
-    return seen, (
+    with (
         mock.patch.object(symmetric_memory, "empty", empty),
         mock.patch.object(symmetric_memory, "rendezvous", rendezvous),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
         mock.patch.object(torch.cuda, "synchronize"),
-    )
+    ):
+        yield seen
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -65,9 +70,8 @@ def test_torch_tells_gpus_apart_by_number_unless_their_uuids_say_more(rank, case
     os.environ.pop(VARIABLE, None)
     if before is not None:
         os.environ[VARIABLE] = before
-    seen, (a, b, c, d) = torch_s(rank, uuid, {})
     device = torch.device("cpu") if number is None else torch.device("cpu", number)
-    with a, b, c, d:
+    with torch_s(uuid, {}) as seen:
         buffer = cuda_backend.allocate(SIZE, dist.group.WORLD, device)
     assert (seen, os.environ.get(VARIABLE)) == ([found], before)
     assert not buffer.shards[rank].count_nonzero()
@@ -77,16 +81,14 @@ def test_torch_tells_gpus_apart_by_number_unless_their_uuids_say_more(rank, case
 def test_every_rank_learns_which_one_has_too_little_memory(rank):
     """On one rank only: no rank waits for it in the rendezvous."""
     failures = {"empty": "out of memory\nC++ stack"} if rank == 1 else {}
-    seen, (a, b, c, d) = torch_s(rank, str(rank), failures)
-    with a, b, c, d, pytest.raises(errors.WorkspaceError) as raised:
+    with torch_s(str(rank), failures) as seen, pytest.raises(errors.WorkspaceError) as raised:
         cuda_backend.allocate(SIZE, dist.group.WORLD, torch.device("cpu", 0))
     assert not seen
     assert str(raised.value) == "symmetric memory of 2097152 bytes: rank 1: out of memory"
 
 
 def tried(rank: int, failures: dict[str, str]) -> str | None:
-    _, (a, b, c, d) = torch_s(rank, str(rank), failures)
-    with a, b, c, d:
+    with torch_s(str(rank), failures):
         return cuda_backend.why_not_shared(dist.group.WORLD, torch.device("cpu", 0))
 
 
