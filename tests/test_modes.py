@@ -35,22 +35,15 @@ STRATEGIES = ("sequential", "pipelined", "fused", "low_latency", "signalled")
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def switched(switch: Callable, on: object, off: object):
+    switch(on)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        switch(off)
 
 
-@contextmanager
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+bf16_by_default = partial(switched, torch.set_default_dtype, torch.bfloat16, torch.float32)
 
 
 @contextmanager
@@ -72,9 +65,9 @@ MODES: dict[str, Callable[[], AbstractContextManager]] = {
     "inference": torch.inference_mode,
     "no_grad": torch.no_grad,
     "autocast": lambda: torch.autocast(DEVICE, torch.bfloat16),
-    "default dtype": lambda: default_dtype(torch.bfloat16),
+    "default dtype": bf16_by_default,
     "default device": lambda: torch.device("meta"),
-    "deterministic": deterministic,
+    "deterministic": partial(switched, torch.use_deterministic_algorithms, True, False),
     "stream": side_stream,
     "dispatch mode": Counting,
     "functorch": nullcontext,
@@ -104,13 +97,12 @@ def forward(rank: int, mode: str, rows: int) -> None:
     given = [operands(case, 2) for case in cases]
     x, w = given[1].x, given[1].w
     both = [t[rank].to(DEVICE) for t in (x, w)]
-    results = within(
-        mode,
-        lambda: [
-            *[call(case, one, group) for case, one in zip(cases, given, strict=True)],
-            ops.gemm_all_reduce(*both, group),
-        ],
-    )
+
+    def work() -> list[Tensor]:
+        calls = [call(case, one, group) for case, one in zip(cases, given, strict=True)]
+        return [*calls, ops.gemm_all_reduce(*both, group)]
+
+    results = within(mode, work)
     right = [*[one.expected[rank] for one in given], reference.gemm_all_reduce(x, w)[rank]]
     for result, expected in zip(results, right, strict=True):
         assert_exact(result.clone(), expected, f"{mode}, {rows} rows")
@@ -127,24 +119,17 @@ def experts(rank: int, mode: str, rows: int) -> None:
         hidden, _ = expert_ops.a2a_gemm(x, w, counts, group, capacity=made.capacity)
         return [hidden, expert_ops.gemm_a2a(hidden, v, counts, group, tokens=len(x))]
 
-    for result, expected in zip(
-        within(mode, work), test_expert_parallel.expected(made, "nt"), strict=False
-    ):
+    right = test_expert_parallel.expected(made, "nt")
+    for result, expected in zip(within(mode, work), right, strict=False):
         assert_exact(result.clone(), expected[rank], f"experts, {mode}, {rows}")
 
 
 def bags(rank: int, mode: str, rows: int) -> None:
     case = test_embedding.Case((1, 2), samples=rows)
     made = case.operands(0)
-    weight, indices, offsets, _ = (one.to(DEVICE) for one in made[rank])
-    (result,) = within(
-        mode,
-        lambda: [
-            flux_megatron.embedding_all_to_all(
-                weight, indices, offsets, dist.group.WORLD, tables=case.tables
-            )
-        ],
-    )
+    given = [one.to(DEVICE) for one in made[rank][:3]]
+    bags = partial(flux_megatron.embedding_all_to_all, *given, dist.group.WORLD)
+    (result,) = within(mode, lambda: [bags(tables=case.tables)])
     assert_exact(result.clone(), case.expected(made, rank)[0], f"bags, {mode}, {rows}")
 
 
@@ -231,6 +216,6 @@ def test_lasting_leaves_gradients_off():
 @on_device_ranks(1)
 def test_times_have_a_dtype_of_their_own(rank):
     """Microseconds in bf16 would be off by 0.4 %, as much as plans differ."""
-    with default_dtype(torch.bfloat16):
+    with bf16_by_default():
         found = timing._slowest([lambda: None], dist.group.WORLD, here(), 1, None)
     assert found.dtype == torch.float64

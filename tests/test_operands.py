@@ -67,9 +67,7 @@ def test_tensors_that_stand_for_others(rank):
     under_way = functional.reduce_scatter_tensor(parts, "sum", 0, group)
     assert_exact(apply(made, under_way, w, bias), made.y[rank], "AsyncCollectiveTensor")
     mesh = init_device_mesh(here().type, (R,))
-    sharded = [DTensor.from_local(t, mesh, [Shard(0)]) for t in (x, w, bias)]
-    for tensor in sharded:
-        tensor.requires_grad_()
+    sharded = [DTensor.from_local(t, mesh, [Shard(0)]).requires_grad_() for t in (x, w, bias)]
     y = apply(made, *sharded)
     assert_exact(y, made.y[rank], "DTensor")
     y.backward(made.dy[rank].to(y.device))
@@ -87,43 +85,31 @@ def test_tensors_that_stand_for_others(rank):
 def test_a_bias_of_another_dtype_is_added_as_torch_adds_it(rank):
     """An fp32 bias, as of a model whose biases are kept in fp32: added and returned as by torch."""
     group = dist.group.WORLD
-    given = [
-        small_integers((4, 8), torch.bfloat16, torch.Generator().manual_seed(r)) for r in (0, 1)
-    ]
+    given = small_integers((2, 4, 8), torch.bfloat16, torch.Generator().manual_seed(0))
     x, w = given[0].to(here()), given[1].to(here()).requires_grad_()
     bias = torch.full((4,), 0.5, device=here(), requires_grad=True)
     y = column_parallel_linear(x, w, bias, group=group)
-    wanted = all_gather_gemm([given[0]] * 2, [given[1]] * 2)[rank] + 0.5
-    assert y.dtype is torch.float32
-    assert_exact(y, wanted.float(), "y")
+    wanted = (all_gather_gemm([given[0]] * 2, [given[1]] * 2)[rank] + 0.5).float()
+    assert_exact(y, wanted, "y")
     plain = flux_megatron.all_gather_gemm(x, w.detach(), group, bias=bias.detach())
-    assert_exact(plain, wanted.float(), "y of the operation")
+    assert_exact(plain, wanted, "y of the operation")
     y.sum().backward()
-    assert bias.grad.dtype is torch.float32
     assert_exact(bias.grad, torch.full((4,), 8.0), "db")
     assert w.grad.dtype is torch.bfloat16
-
-
-def empty(kind: str, R: int) -> Layer:
-    def shards(*shape: int) -> list[Tensor]:
-        return [torch.zeros(shape) for _ in range(R)]
-
-    x, y, w = shards(0, 3, 16), shards(0, 3, 8), shards(8, 16)
-    bias = None if kind == "row" else shards(8)
-    return Layer(kind, torch.float32, x, w, bias, y, y, x, w, shards(8))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_device_ranks("world_size", environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
 def test_an_empty_micro_batch(rank):
-    R = dist.get_world_size()
+    shapes = (0, 3, 16), (0, 3, 8), (8, 16), (8,)
+    x, y, w, bias = ([torch.zeros(shape)] * dist.get_world_size() for shape in shapes)
     for kind in ("column", "row", "local"):
-        made = empty(kind, R)
+        given = None if kind == "row" else bias
+        made = Layer(kind, torch.float32, x, w, given, y, y, x, w, bias)
         check(made, rank)
         check(made, rank, "x")
-    x = torch.ones(0, 3, 16, device=here(), requires_grad=True)
-    w = torch.ones(8, 16, device=here(), requires_grad=True)
+    x, w = (torch.ones(s, device=here(), requires_grad=True) for s in ((0, 3, 16), (8, 16)))
     for y in (
         row_linear(x, w, group=dist.group.WORLD),
         local_linear(x, w, None, allreduce_group=dist.group.WORLD),

@@ -11,6 +11,7 @@ import re
 import sys
 import textwrap
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -20,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from cases import ON_HOPPER
 from own_kernel_cases import EPS, SCRIPTS, exact_shard, exact_weight, expected
-from ranks import DEVICE, be_late, here, on_cpu_ranks, on_device, on_device_ranks, run_ranks
+from ranks import DEVICE, be_late, here, on_cpu_ranks, on_device, on_device_ranks
 
 import flux_megatron
 from flux_megatron import errors
@@ -121,34 +122,25 @@ def test_a_late_wait_is_reported():
     )
 
 
-def refusals(rank: int) -> list[str]:
-    channel, said = Channel("refused", dist.group.WORLD, here()), []
-    for size_bytes in ((0, 64)[rank], (64, 128)[rank]):
-        with pytest.raises(ValueError) as refused, channel.begin(size_bytes):  # noqa: PT011
-            pass  # ProblemMismatch is a ValueError; the test looks at type and text
-        said.append(f"{refused.type.__name__}: {refused.value}")
-    try:
-        with channel.begin(64):
-            if rank == 0:
-                raise RuntimeError("my kernel is not ready")
-    except RuntimeError as error:
-        said.append(str(error))
-    dist.barrier()
-    with pytest.raises(errors.GroupBroken) as broken, channel.begin(64):
+@on_cpu_ranks(2, environment={"FLUX_MEGATRON_TIMEOUT_S": "5"})
+def test_refused_calls_are_named_on_every_rank(rank):
+    channel = Channel("refused", dist.group.WORLD, here())
+    kind = errors.ProblemMismatch if rank else ValueError
+    said = "size_bytes 0 given, 1 or more expected"
+    with pytest.raises(kind, match=said) as refused, channel.begin((0, 64)[rank]):
         pass
-    return [*said, str(broken.value)]
-
-
-def test_refused_calls_are_named_on_every_rank():
-    environment = {"FLUX_MEGATRON_TIMEOUT_S": "5"}
-    first, second = run_ranks(refusals, 2, environment=environment)
-    assert first[0] == "ValueError: kernel refused: size_bytes 0 given, 1 or more expected"
-    assert second[0].startswith("ProblemMismatch: ")
-    assert "size_bytes 0 given" in second[0]
-    for said in (first, second):
-        assert "rank 0: kernel refused with 64 bytes" in said[1]
-        assert "rank 1: kernel refused with 128 bytes" in said[1]
-        assert "my kernel is not ready" in said[-1]
+    assert rank or str(refused.value) == f"kernel refused: {said}"
+    with pytest.raises(errors.ProblemMismatch) as refused, channel.begin((64, 128)[rank]):
+        pass
+    for r, size_bytes in enumerate((64, 128)):
+        assert f"rank {r}: kernel refused with {size_bytes} bytes" in str(refused.value)
+    fails = pytest.raises(RuntimeError, match="not ready") if rank == 0 else nullcontext()
+    with fails, channel.begin(64):
+        if rank == 0:
+            raise RuntimeError("my kernel is not ready")
+    dist.barrier()
+    with pytest.raises(errors.GroupBroken, match="my kernel is not ready"), channel.begin(64):
+        pass
 
 
 @on_cpu_ranks(2)
@@ -159,15 +151,8 @@ def test_ranks_of_several_nodes_are_refused(rank):
         pass
 
 
-def function(module: ModuleType, name: str) -> ast.FunctionDef:
-    source = textwrap.dedent(inspect.getsource(getattr(module, name).fn))
-    (found,) = ast.parse(source).body
-    assert isinstance(found, ast.FunctionDef)
-    return found
-
-
 def without_docstring(module: ModuleType, name: str, prefix: str) -> list[str]:
-    node = function(module, name)
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(getattr(module, name).fn))).body
     body = node.body[1:] if ast.get_docstring(node) else node.body
     lines = "\n".join([ast.unparse(node.args), *map(ast.unparse, body)])
     return re.sub(rf"\b{prefix}\.", "tl.", lines).splitlines()
@@ -184,27 +169,21 @@ def test_gluon_has_the_same_names_and_does_the_same():
         assert without_docstring(gluon, name, "gl") == without_docstring(ours, name, "tl"), name
 
 
-def blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-
-
 def test_the_page_shows_the_scripts_own_lines():
     """Every block stands in the script as it is, but for its indentation; together they have all of
     the kernel.
     """
     source = (SCRIPTS / "own_kernel.py").read_text().splitlines()
     shown: set[int] = set()
-    for block in blocks():
-        lines = block.splitlines()
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        count = len(block.splitlines())
         places = [
-            first
-            for first in range(len(source) - len(lines) + 1)
-            if textwrap.dedent("\n".join(source[first : first + len(lines)])) == "\n".join(lines)
-        ]
+            range(first, first + count) for first in range(len(source))
+            if textwrap.dedent("\n".join(source[first : first + count])) == block.rstrip("\n")
+        ]  # fmt: skip
         assert len(places) == 1, f"{len(places)} times in the script:\n{block}"
-        shown |= {*range(places[0], places[0] + len(lines))}
+        shown |= {*places[0]}
     lines, number = inspect.getsourcelines(script("own_kernel").all_gather_rms_norm_kernel.fn)
-    missing = [
+    assert [
         text for at, text in enumerate(lines, number - 1) if text.strip() and at not in shown
-    ]
-    assert not missing, missing
+    ] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -44,11 +45,7 @@ PROBLEM_CHANGES = {
 }  # fmt: skip
 
 
-def test_every_field_of_the_problem_is_tried():
-    assert PROBLEM_CHANGES.keys() == {field.name for field in fields(Problem)}
-
-
-@pytest.mark.parametrize("field", PROBLEM_CHANGES)
+@pytest.mark.parametrize("field", [field.name for field in fields(Problem)])
 def test_another_problem_is_a_miss(tmp_path, field):
     plan_cache.store(tmp_path, ENTRY)
     other = replace(PROBLEM, **{field: PROBLEM_CHANGES[field]})
@@ -72,8 +69,7 @@ def test_alone_and_beside_others_are_two_problems(tmp_path):
     beside = replace(ENTRY, problem=replace(PROBLEM, beside=True))
     assert plan_cache.store(tmp_path, beside) != plan_cache.store(tmp_path, ENTRY)
     cache = opened(tmp_path)
-    assert cache.left_out == []
-    assert cache.find(PROBLEM) == ENTRY
+    assert (cache.left_out, cache.find(PROBLEM)) == ([], ENTRY)
     assert cache.find(beside.problem) == beside
     assert cache.of_kind(replace(KIND, beside=True), here=True) == [beside]
 
@@ -125,24 +121,18 @@ def write_many(folder: Path, job: int) -> None:
 
 def test_jobs_that_write_at_once_lose_nothing(tmp_path):
     context = multiprocessing.get_context("fork")
-    jobs = [context.Process(target=write_many, args=(tmp_path, job)) for job in range(3)]
-    for job in jobs:
-        job.start()
-    while any(job.is_alive() for job in jobs):
-        assert opened(tmp_path).left_out == []  # no reader sees half a file
-    for job in jobs:
-        job.join()
-        assert job.exitcode == 0
+    with ProcessPoolExecutor(3, context) as pool:
+        jobs = [pool.submit(write_many, tmp_path, job) for job in range(3)]
+        while not all(job.done() for job in jobs):
+            assert opened(tmp_path).left_out == []  # no reader sees half a file
+    assert [job.result() for job in jobs] == [None] * 3
     assert len(opened(tmp_path).entries) == 20 * (1 + 3)
     assert all(path.suffix == ".json" for path in (tmp_path / "h200").iterdir())
 
 
-def test_the_folder_of_a_gpu():
+def test_every_shipped_entry_can_be_read_in_the_folder_of_its_gpu():
     names = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "cpu"]
     assert [plan_cache.slug(name) for name in names] == ["h200", "h100-80gb-hbm3", "cpu"]
-
-
-def test_every_shipped_entry_can_be_read():
     for folder in plan_cache.shipped().iterdir():
         if folder.is_dir():
             entries, left_out = plan_cache.read_folders(Entry, folder)
@@ -154,11 +144,10 @@ def test_every_shipped_entry_can_be_read():
     ("text", "version"),
     [
         ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19", "535.104.05"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build",
-         "580.65.06"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Build", "580.65.06"),
         ("something else", "unknown"),
     ],
-)  # fmt: skip
+)
 def test_the_driver(tmp_path, text, version):
     (tmp_path / "version").write_text(text)
     assert environment.driver_version(tmp_path / "version") == version

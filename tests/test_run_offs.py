@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from races import FakeRace, defaults, measured, some_problem
-from ranks import on_device
+from ranks import on_device_ranks
 
 from flux_megatron.problem import Plan
 from flux_megatron.tuning import tuner
@@ -80,70 +81,53 @@ def test_plans_that_are_as_fast_rarely_win_a_run_off():
     assert won / run_off < 2 * tuner.CHANCE
 
 
-class NoisyClock:
+class NoisyClock(FakeRace):
     """`sequential`'s turns differ by 20 %; fused takes 96 or 105 us, `later` in a run-off."""
 
     def __init__(self, later: float) -> None:
-        self.turns: list[tuple[int, int]] = []
+        super().__init__(lambda name: 0.0)
         self._later = later
 
-    def __call__(
-        self, candidates, *, group, device, rounds, warmup=3, beside=False
-    ) -> Race:  # fmt: skip
+    def __call__(self, candidates, *, rounds, **options) -> Race:
+        race = super().__call__(candidates, rounds=rounds, **options)
         fast = self._later if rounds == RUN_OFF_ROUNDS else 96.0
-        times: dict[str, list[float]] = {}
-        for text in candidates:
+        for text, times in race.times_us.items():
             shift = 2 * (text == tuner.AGAIN)
             if text in ("", tuner.AGAIN) or Plan.loads(text) == PLAIN:
-                times[text] = [120.0 if (n + shift) % 3 == 0 else 100.0 for n in range(rounds)]
+                times[:] = [120.0 if (n + shift) % 3 == 0 else 100.0 for n in range(rounds)]
             else:
-                times[text] = [fast + 9 * (n % 5 in (0, 2)) for n in range(rounds)]
-        if rounds > 1:
-            self.turns.append((len(candidates), rounds))
-        return Race(times, {})
+                times[:] = [fast + 9 * (n % 5 in (0, 2)) for n in range(rounds)]
+        return race
 
 
-def noisy(rank: int, later: float) -> tuple[Entry, list[tuple[int, int]]]:
-    tuner.race = NoisyClock(later)
+def raced(clock: FakeRace) -> tuple[Entry, list[tuple[int, int]]]:
+    """With the numbers of plans and rounds of each race of several rounds."""
+    tuner.race = clock
     problem = some_problem("ag_gemm")
-    plans = defaults(problem, "sequential", "fused", "pipelined")
-    return measured(problem, plans), tuner.race.turns
+    entry = measured(problem, defaults(problem, "sequential", "fused", "pipelined"))
+    turns = zip(clock.turns, clock.rounds, strict=True)
+    return entry, [(len(names), rounds) for names, rounds in turns if rounds > 1]
 
 
-def test_two_plans_that_noise_cannot_tell_apart_run_off():
-    for entry, races in on_device(noisy, 2, 96.0):
-        assert races == [(4, tuner.ROUNDS), (3, RUN_OFF_ROUNDS)]
-        assert (entry.plan.strategy, entry.rounds) == ("fused", tuner.ROUNDS)
-        assert {one.plan.strategy for one in entry.measured} == {"sequential", "fused", "pipelined"}
+RACE, RUN_OFF = (4, tuner.ROUNDS), (3, RUN_OFF_ROUNDS)
 
 
-def test_a_run_off_may_be_lost():
-    for entry, races in on_device(noisy, 2, 110.0):
-        assert races == [(4, tuner.ROUNDS), (3, RUN_OFF_ROUNDS)]
-        assert entry.plan.strategy == "sequential"
+@pytest.mark.parametrize(("later", "winner"), [(96.0, "fused"), (110.0, "sequential")])
+@on_device_ranks(2)
+def test_two_plans_that_noise_cannot_tell_apart_run_off(rank, later, winner):
+    entry, races = raced(NoisyClock(later))
+    assert races == [RACE, RUN_OFF]
+    assert (entry.plan.strategy, entry.rounds) == (winner, tuner.ROUNDS)
+    assert {one.plan.strategy for one in entry.measured} == {"sequential", "fused", "pipelined"}
 
 
-def noisy_on_one(rank: int, noisy_rank: int) -> tuple[Entry, list]:
+@pytest.mark.parametrize(
+    ("noisy_rank", "races", "winner"), [(0, [RACE, RUN_OFF], "fused"), (1, [RACE], "sequential")]
+)
+@on_device_ranks(2, limit_s=20)
+def test_the_leader_says_whether_there_is_a_run_off_and_who_wins(rank, noisy_rank, races, winner):
     """On one rank alone the fastest plan and the winner differ."""
-    if rank == noisy_rank:
-        return noisy(rank, 96.0)
-    calm = tuner.race = FakeRace(lambda name: 100.0 if name == "sequential" else 200.0)
-    problem = some_problem("ag_gemm")
-    plans = defaults(problem, "sequential", "fused", "pipelined")
-    entry = measured(problem, plans)
-    turns = [
-        (len(names), rounds)
-        for names, rounds in zip(calm.turns, calm.rounds, strict=True)
-        if rounds > 1
-    ]
-    return entry, turns
-
-
-def test_the_leader_says_whether_there_is_a_run_off_and_who_wins():
-    race, run_off = (4, tuner.ROUNDS), (3, RUN_OFF_ROUNDS)
-    for noisy_rank, races, winner in [
-        (0, [race, run_off], "fused"), (1, [race], "sequential")
-    ]:  # fmt: skip
-        for entry, turns in on_device(noisy_on_one, 2, noisy_rank, limit_s=20):
-            assert turns == races
-            assert entry.plan.strategy == winner
+    calm = FakeRace(lambda name: 100.0 if name == "sequential" else 200.0)
+    entry, turns = raced(NoisyClock(96.0) if rank == noisy_rank else calm)
+    assert turns == races
+    assert entry.plan.strategy == winner

@@ -11,12 +11,9 @@ from ranks import here, on_device_ranks
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron.nn.functions import (
-    column_parallel_linear,
-    local_linear,
-    row_linear,
-    row_parallel_linear,
-)
+from flux_megatron.nn.functions import column_parallel_linear as column
+from flux_megatron.nn.functions import local_linear, row_linear
+from flux_megatron.nn.functions import row_parallel_linear as row
 from flux_megatron.nn.norm import rms_norm
 from flux_megatron.nn.replicated import sum_gradient
 from flux_megatron.overlap import differentiable
@@ -56,33 +53,24 @@ def expected() -> list[Tensor]:
 @on_device_ranks("world_size")
 def test_second_derivatives_are_those_of_one_process(rank, sequence):
     R, group = dist.get_world_size(), dist.group.WORLD
-    x, first, second, gamma = whole()
-    given = [
-        x.chunk(R)[rank] if sequence else x,
-        first.chunk(R)[rank],
-        second.chunk(R, 1)[rank].contiguous(),
-        gamma,
-    ]
-    given = [tensor.to(here(), torch.float32).clone().requires_grad_() for tensor in given]
+
+    def local(x: Tensor, first: Tensor, second: Tensor, gamma: Tensor) -> list[Tensor]:
+        mine = x.chunk(R)[rank] if sequence else x
+        return [mine, first.chunk(R)[rank], second.chunk(R, 1)[rank].contiguous(), gamma]
+
+    given = [one.to(here(), torch.float32).clone().requires_grad_() for one in local(*whole())]
     x, first, second, gamma = given
     # each rank has its rows' part of the gradient
     normed = rms_norm(x, sum_gradient(gamma, group=group) if sequence else gamma, eps=1e-5)
     if sequence:
-        inner = column_parallel_linear(normed, first, None, group=group)
-        y = row_parallel_linear(torch.tanh(inner), second, group=group)
+        y = row(torch.tanh(column(normed, first, None, group=group)), second, group=group)
         loss = penalty(y, x, gamma, [first, second])
     else:
         inner = local_linear(normed, first, None, allreduce_group=group)
         y = row_linear(torch.tanh(inner), second, group=group)
         loss = penalty(y, x, gamma, [first, second], lambda t: differentiable.reduce(t, group))
-    dx, d_first, d_second, d_gamma = torch.autograd.grad(loss, given)
-    right = expected()
-    for got, want in (
-        (dx, right[0].chunk(R)[rank] if sequence else right[0]),
-        (d_first, right[1].chunk(R)[rank]),
-        (d_second, right[2].chunk(R, 1)[rank]),
-        (d_gamma, right[3]),
-    ):
+    gradients = torch.autograd.grad(loss, given)
+    for got, want in zip(gradients, local(*expected()), strict=True):
         torch.testing.assert_close(
             got.double().cpu(), want, rtol=1e-3, atol=1e-3 * want.abs().max()
         )
@@ -92,15 +80,13 @@ def test_second_derivatives_are_those_of_one_process(rank, sequence):
 @on_device_ranks(2)
 def test_what_cannot_be_differentiated_again_is_an_error(rank):
     group = dist.group.WORLD
-    x, w, _, _ = (tensor.float().to(here()) for tensor in whole())
-    x.requires_grad_()
-    w.requires_grad_()
+    x, w = (tensor.float().to(here()).requires_grad_() for tensor in whole()[:2])
     into = IntoMainGrad(torch.zeros_like(w))
     for make in (
-        lambda: column_parallel_linear(x, w, None, group=group, wgrad=into),
-        lambda: column_parallel_linear(x, w, None, group=group, save_gathered=True),
-        lambda: column_parallel_linear(x, w, None, group=group, dy_buffer=[]),
-        lambda: row_parallel_linear(x, w, group=group, wgrad=into),
+        lambda: column(x, w, None, group=group, wgrad=into),
+        lambda: column(x, w, None, group=group, save_gathered=True),
+        lambda: column(x, w, None, group=group, dy_buffer=[]),
+        lambda: row(x, w, group=group, wgrad=into),
         lambda: row_linear(x, w, group=group, wgrad=into),
     ):
         with pytest.raises(RuntimeError, match="create_graph=True given, but weight gradients"):

@@ -13,16 +13,10 @@ from flux_megatron.tuning.environment import PACKAGE, ROOMS, sources_digest
 
 @pytest.mark.parametrize(
     ("file", "stale"),
-    [
-        ("kernels/gemm.py", True),
-        ("kernels/new.py", True),
-        ("overlap/fused.py", True),
-        ("expert_parallel/fused.py", True),
-        ("symm/enqueue.c", True),
-        ("symm/notes.txt", False),
-        ("nn/linear.py", False),
-    ],
-)
+    [("kernels/gemm.py", True), ("kernels/new.py", True), ("overlap/fused.py", True),
+     ("expert_parallel/fused.py", True), ("symm/enqueue.c", True), ("symm/notes.txt", False),
+     ("nn/linear.py", False)],
+)  # fmt: skip
 def test_an_edit_of_what_runs_makes_plans_stale(tmp_path, file, stale):
     for room in (*ROOMS, "nn"):
         (tmp_path / room).mkdir()

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 from unittest import mock
 
@@ -28,7 +30,7 @@ from flux_megatron.symm.cpu_backend import CpuCopyEngine
 from flux_megatron.symm.workspace import workspace
 
 COPY = -1  # the copy engine's stream
-SMALL = Tile(16, 16, 16)
+FUSED = Plan("fused", tile=Tile(16, 16, 16))
 
 
 class Enqueued(NamedTuple):
@@ -58,7 +60,8 @@ class Recorder:
             clock = self._clocks[later]
             clock[stream] = max(clock.get(stream, 0), count)
 
-    def recording(self) -> ExitStack:
+    @contextmanager
+    def recording(self) -> Iterator[None]:
         launch, copy = Launcher.launch, CpuCopyEngine.copy
 
         def launched(launcher, *given):
@@ -69,52 +72,46 @@ class Recorder:
             self.put("push", COPY)
             copy(engine, *given)
 
-        stack = ExitStack()
-        for name, replacement in {
-            "current": lambda engine: self.stream,
-            "order": lambda engine, later, earlier: self.order(later, earlier),
-            "fork": lambda engine: self.order(COPY, self.stream),
-            "join": lambda engine: self.order(self.stream, COPY),
-            "copy": pushed,
-        }.items():
-            stack.enter_context(mock.patch.object(CpuCopyEngine, name, replacement))
-        stack.enter_context(mock.patch.object(Launcher, "launch", launched))
-        return stack
-
-
-def _x_and_w() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.ones(16, 16), torch.ones(16, 16)
+        engine = mock.patch.multiple(
+            CpuCopyEngine,
+            current=lambda engine: self.stream,
+            order=lambda engine, later, earlier: self.order(later, earlier),
+            fork=lambda engine: self.order(COPY, self.stream),
+            join=lambda engine: self.order(self.stream, COPY),
+            copy=pushed,
+        )
+        with engine, mock.patch.object(Launcher, "launch", launched):
+            yield
 
 
 def two_groups(record: Recorder, groups) -> None:
     """A scatter of one group stays open while the other group gathers on another stream."""
-    x, w = _x_and_w()
-    fused = Plan("fused", tile=SMALL)
+    x, w = torch.ones(2, 16, 16)
     for _ in range(2):
         record.stream = 1
-        scatter = ops.start_gemm_rs(x, w, groups[0], plan=fused)
+        scatter = ops.start_gemm_rs(x, w, groups[0], plan=FUSED)
         record.stream = 2
-        ops.all_gather_gemm(x, w, groups[1], plan=fused)
+        ops.all_gather_gemm(x, w, groups[1], plan=FUSED)
         record.stream = 1
         scatter.finish()
 
 
 def two_directions(record: Recorder, groups) -> None:
     """Both operations of one group, and one that is ended on another stream than it began on."""
-    x, w = _x_and_w()
+    x, w = torch.ones(2, 16, 16)
     record.stream = 1
     ops.all_gather_gemm(x, w, groups[0], plan=Plan("pipelined"))
     record.stream = 2
-    scatter = ops.start_gemm_rs(x, w, groups[0], plan=Plan("fused", tile=SMALL))
+    scatter = ops.start_gemm_rs(x, w, groups[0], plan=FUSED)
     record.stream = 3
     scatter.finish()
     record.stream = 1
-    ops.all_gather_gemm(x, w, groups[0], plan=Plan("fused", tile=SMALL))
+    ops.all_gather_gemm(x, w, groups[0], plan=FUSED)
 
 
 def backward(record: Recorder, groups) -> None:
     """A layer's backward has its own stream, and between its pieces another group calls."""
-    x, w = (tensor.requires_grad_() for tensor in _x_and_w())
+    x, w = (tensor.requires_grad_() for tensor in torch.ones(2, 16, 16))
 
     def wgrad(w, dy, x):
         record.stream = 3
@@ -196,10 +193,7 @@ def test_an_eager_call_is_not_pulled_into_a_capture():
     engine.captures = {5: 70}
     with pytest.raises(errors.WorkspaceError, match="which is being captured"):
         follow(engine, 1)
-
-
-def test_engines_without_captures_say_so():
-    assert CopyEngine.capture(CpuCopyEngine(), 0) == 0
+    assert CopyEngine.capture(CpuCopyEngine(), 0) == 0, "an engine without captures"
 
 
 GATHERING = {"pipelined": pipelined, "fused": fused}
@@ -237,7 +231,7 @@ def test_the_local_shard_is_copied_behind_the_gemms(rank, strategy):
         mock.patch.object(pipelined, "_gemm", noting("gemm", pipelined._gemm)),
     ):
         space = workspace(dist.group.WORLD, x.device)
-        plan = Plan(strategy, tile=Tile(16, 16, 16))
+        plan = replace(FUSED, strategy=strategy)
         GATHERING[strategy].ag_gemm(x, w, None, "nn", plan, space, consume)
     gemms = [at for at, what in enumerate(seen) if what == "gemm"]
     assert seen[: gemms[0]] == ["copy"], "the push comes first"

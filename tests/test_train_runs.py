@@ -24,7 +24,7 @@ from forked_command import ROOT, Command, flux_megatron, wait_for
 from train_words import words
 
 INTERRUPTED = 130
-AS_A_USER = {key: v for key, v in os.environ.items() if key != "TRITON_INTERPRET"}
+
 BOUND = {"FLUX_MEGATRON_TIMEOUT_S": "4", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2"}
 
 
@@ -106,15 +106,20 @@ def one_percent_more(rank: int) -> None:
     FluxRowParallelLinear.forward = wrong
 
 
+def as_a_user(*line: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-m", *line],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+
+
 def test_compare_agrees_and_can_disagree(tmp_path):
     """Also under torchrun, with its own words."""
     same, other = tmp_path / "same", tmp_path / "other"
     given = words(same, tmp_path / "text", "--steps", 2, "--compare")
-    line = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    done = subprocess.run(
-        [sys.executable, *line, "flux_megatron", *given],
-        cwd=ROOT, env=AS_A_USER, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    line = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "flux_megatron"]
+    done = as_a_user(*line, *given)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "verdict: same" in done.stdout
     result = json.loads((same / "compare.json").read_text())
@@ -126,24 +131,15 @@ def test_compare_agrees_and_can_disagree(tmp_path):
 
 
 def test_a_user_starts_it_and_a_spoiled_run_ends_in_one_line(tmp_path):
-    settings = {
-        "train__lr": 1e30,
-        "train__warmup_steps": 0,
-        "train__clip": 0,
-        "train__save_every": 1,
-    }
-    given = words(tmp_path / "run", tmp_path / "text", "--steps", 8, **settings)
-    done = subprocess.run(
-        [sys.executable, "-m", "flux_megatron", *given],
-        cwd=ROOT, env=AS_A_USER, capture_output=True, text=True, timeout=200,
+    given = words(
+        tmp_path / "run", tmp_path / "text", "--steps", 8, train__lr=1e30, train__warmup_steps=0,
+        train__clip=0, train__save_every=1,
     )  # fmt: skip
+    done = as_a_user("flux_megatron", *given)
     (line,) = done.stderr.splitlines()
     assert (done.returncode, "NaN in local grad norm" in line) == (1, True), done.stderr
     assert f"(more in {tmp_path / 'run' / 'logs'})" in line
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_1\n"
-
-
-# a rank, or the launcher, that ends early
 
 
 def at_third_call(rank: int, action) -> None:
@@ -194,11 +190,9 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_one_rank_ends_the_run_by_name(tmp_path, fault):
     plant, said = FAULTS[fault]
-    started = time.monotonic()
-    settings = {"strategy": "pipelined"}
-    output = train(
-        tmp_path, tmp_path / "run", settings=settings, plant=plant, environment=BOUND, expected=1
-    )
+    started, out = time.monotonic(), tmp_path / "run"
+    options = {"settings": {"strategy": "pipelined"}, "environment": BOUND, "expected": 1}
+    output = train(tmp_path, out, plant=plant, **options)
     assert re.search(said, output.splitlines()[-1]), output
     assert time.monotonic() - started < 40
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -12,7 +13,7 @@ pytest.importorskip("megatron.core", reason="needs the extra `train`")
 
 import torch
 from megatron.core import parallel_state
-from ranks import on_cpu_ranks, run_ranks
+from ranks import on_cpu_ranks
 
 from flux_megatron.integration.cpu_device import pretend_cuda
 from flux_megatron.lab.train import loop
@@ -26,30 +27,32 @@ LOOP = {
 }  # fmt: skip
 
 
-def config(model: dict | None = None, **train: object) -> TrainConfig:
-    sections = {"model": MODEL | (model or {}), "parallel": {"tp": 1}, "train": LOOP | train}
+def config(model: dict = MODEL, parallel: dict | None = None, **train: object) -> TrainConfig:
+    sections = {"model": MODEL | model, "parallel": parallel or {"tp": 1}, "train": LOOP | train}
     return TrainConfig.model_validate(sections)
 
 
-def schedules(rank: int) -> dict[str, list[tuple[float, float]]]:
-    """Learning rate and weight decay of each step, after what the optimizer was told."""
+@on_cpu_ranks(1)
+def test_the_optimizer_gets_each_field_of_the_configuration(rank):
+    """And so do the learning rate and the weight decay of each step."""
     pretend_cuda()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
-    found = {}
-    for name, train in {"cosine": {}, "constant": {"decay_steps": None}}.items():
-        wanted = config(**train)
-        trainee = Trainee(wanted, torch.device("cpu"))
-        told, loop = trainee.optimizer.config, wanted.train
+    lr, least, warmup, end = (LOOP[key] for key in ("lr", "min_lr", "warmup_steps", "decay_steps"))
+    for train, last in (({}, least), ({"decay_steps": None}, lr)):  # a cosine, and constant
+        trainee = Trainee(config(**train), torch.device("cpu"))
+        told, plan = trainee.optimizer.config, trainee.scheduler
         assert (told.lr, told.min_lr, told.weight_decay, told.clip_grad, told.params_dtype) == (
-            loop.lr, loop.min_lr, loop.weight_decay, loop.clip, torch.float32
+            lr, least, LOOP["weight_decay"], LOOP["clip"], torch.float32
         )  # fmt: skip
-        plan = trainee.scheduler
-        assert (plan.max_lr, plan.min_lr) == (loop.lr, loop.min_lr)
-        found[name] = []
-        for _ in range(loop.steps):
-            trainee.scheduler.step(1)
+        assert (plan.max_lr, plan.min_lr) == (lr, least)
+        for step in range(1, LOOP["steps"] + 1):
+            plan.step(1)
+            done = min(1.0, max(0, step - warmup) / (end - warmup))
+            after = last + (lr - last) * (1 + math.cos(math.pi * done)) / 2
+            rate = lr * step / warmup if step <= warmup else after
+            assert trainee.learning_rate() == pytest.approx(rate)
             decays = {g["weight_decay"] for g in trainee.optimizer.param_groups if g["wd_mult"]}
-            found[name].append((trainee.learning_rate(), *decays))
+            assert decays == {LOOP["weight_decay"]}
     for tied, position in ((True, "learned_absolute"), (False, "rope")):
         given = {"tied_embeddings": tied, "position_embedding": position}
         module = Trainee(config(given), torch.device("cpu")).module
@@ -61,18 +64,6 @@ def schedules(rank: int) -> dict[str, list[tuple[float, float]]]:
         told = Trainee(config(dtype=dtype), torch.device("cpu")).optimizer.config
         given = told.params_dtype, told.bf16, told.fp16
         assert given == (getattr(torch, dtype), dtype == "bfloat16", dtype == "float16")
-    return found
-
-
-def test_the_optimizer_gets_each_field_of_the_configuration():
-    (found,) = run_ranks(schedules, 1)
-    lr, least, warmup, end = (LOOP[key] for key in ("lr", "min_lr", "warmup_steps", "decay_steps"))
-    for name, last in (("cosine", least), ("constant", lr)):
-        for step, (rate, decay) in enumerate(found[name], 1):
-            done = min(1.0, max(0, step - warmup) / (end - warmup))
-            after = last + (lr - last) * (1 + math.cos(math.pi * done)) / 2
-            assert rate == pytest.approx(lr * step / warmup if step <= warmup else after)
-            assert decay == LOOP["weight_decay"]
 
 
 @pytest.mark.parametrize(
@@ -94,12 +85,8 @@ def test_the_model_gets_each_field_of_the_configuration(model, expected):
 
 def test_half_precision_and_tensor_parallelism_are_those_of_the_configuration():
     for tp, asked in ((1, True), (2, True), (2, False)):
-        parallel = {"parallel": {"tp": tp, "sequence_parallel": asked}}
-        found = transformer_config(
-            TrainConfig.model_validate(
-                {"model": MODEL, "train": LOOP | {"dtype": "bfloat16"}} | parallel
-            )
-        )
+        parallel = {"tp": tp, "sequence_parallel": asked}
+        found = transformer_config(config(parallel=parallel, dtype="bfloat16"))
         assert found.tensor_model_parallel_size == tp
         assert found.sequence_parallel is (asked and tp > 1)
         assert (found.params_dtype, found.bf16, found.fp16) == (torch.bfloat16, True, False)
@@ -108,29 +95,20 @@ def test_half_precision_and_tensor_parallelism_are_those_of_the_configuration():
 @pytest.mark.parametrize("updated", [True, False], ids=["updated", "skipped"])
 def test_a_step_is_confirmed_and_moves_the_schedule_only_with_an_update(monkeypatch, updated):
     """float16 skips the update of a step whose gradients overflowed."""
-    calls = []
-
-    def note(name, result=None):
-        return lambda *_, **__: calls.append(name) or result
-
-    monkeypatch.setattr(loop, "confirm_step", note("confirm"))
-    alone = SimpleNamespace(size=lambda: 1)
-    monkeypatch.setattr(
-        loop, "parallel_state", SimpleNamespace(get_data_parallel_group=lambda: alone)
-    )
-    monkeypatch.setattr(
-        loop, "get_forward_backward_func", lambda: note("backward", [{"loss": torch.ones(())}])
-    )
-    monkeypatch.setattr(loop.dist, "all_reduce", note("sum"))
-    trainee = SimpleNamespace(
-        microbatches=2, learning_rate=lambda: 0.5,
-        model=SimpleNamespace(zero_grad_buffer=note("zero")),
-        optimizer=SimpleNamespace(zero_grad=note("zero"), step=note("update", (updated, 1, 0))),
-        scheduler=SimpleNamespace(step=note("schedule")),
-    )  # fmt: skip
-    row = loop.one_step(config(), trainee, iter(()))
-    steps = ["zero", "zero", "backward", "confirm", "update", *["schedule"] * updated, "sum"]
-    assert calls == steps
+    made = mock.Mock()
+    made.backward.return_value = [{"loss": torch.ones(())}]
+    made.trainee.optimizer.step.return_value = (updated, 1, 0)
+    made.trainee.learning_rate = lambda: 0.5
+    monkeypatch.setattr(loop, "confirm_step", made.confirm)
+    monkeypatch.setattr(loop, "get_forward_backward_func", lambda: made.backward)
+    alone = SimpleNamespace(get_data_parallel_group=lambda: SimpleNamespace(size=lambda: 1))
+    monkeypatch.setattr(loop, "parallel_state", alone)
+    monkeypatch.setattr(loop.dist, "all_reduce", made.sum)
+    row = loop.one_step(config(), made.trainee, iter(()))
+    assert [name.removeprefix("trainee.") for name, _, _ in made.mock_calls] == [
+        "model.zero_grad_buffer", "optimizer.zero_grad", "backward", "confirm", "optimizer.step",
+        *["scheduler.step"] * updated, "sum",
+    ]  # fmt: skip
     assert (row["lr"], row["loss"]) == (0.5, 1.0)
 
 

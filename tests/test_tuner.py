@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
 
 import races
 import torch
@@ -15,7 +17,6 @@ from flux_megatron.tuning import beside, tuner
 from flux_megatron.tuning.beside import NoRoom
 from flux_megatron.tuning.timing import Race, race
 
-SHORT = {"FLUX_MEGATRON_TIMEOUT_S": "2"}
 PLAIN, FUSED, PIPELINED = Plan("sequential"), Plan("fused"), Plan("pipelined")
 
 
@@ -33,15 +34,11 @@ def test_clocks_that_differ_give_one_plan(rank):
     assert (tuner.race.turns, tuner.race.rounds) == (turns, [1, 1, 1, tuner.ROUNDS])
 
 
-def refuse(*_: object) -> torch.Tensor:
-    raise MemoryError("no room")
-
-
-@on_device_ranks(2, environment=SHORT, limit_s=20)
+@on_device_ranks(2, environment={"FLUX_MEGATRON_TIMEOUT_S": "2"}, limit_s=20)
 def test_a_failure_on_one_rank_fails_the_plan_on_all(rank):
     """It leaves a call open: the next plan needs a new workspace."""
     if rank == 1:
-        fused.ag_gemm = refuse
+        fused.ag_gemm = mock.Mock(side_effect=MemoryError("no room"))
     problem = some_problem("ag_gemm")
     entry = measured(problem, defaults(problem, "sequential", "fused", "pipelined"))
     (lost,) = agreed(entry).failed
@@ -63,16 +60,13 @@ def test_a_plan_with_wrong_results_has_no_time(rank):
     def no_wgrad(*given: object) -> torch.Tensor:
         return right_gather(*given[:-1], lambda gathered: None)
 
-    class WithNan:
-        def __init__(self, *given: object) -> None:
-            self.scatter = right_scatter(*given)
-
-        def finish(self) -> torch.Tensor:
-            return self.scatter.finish().index_fill(1, torch.tensor([3], device=DEVICE), torch.nan)
+    def with_nan(*given: object) -> SimpleNamespace:
+        scatter, column = right_scatter(*given), torch.tensor([3], device=DEVICE)
+        return SimpleNamespace(finish=lambda: scatter.finish().index_fill(1, column, torch.nan))
 
     for pattern, layout, wrong, name in [
         ("ag_gemm", "nt", stale_rows, "y"), ("ag_gemm", "nn", no_wgrad, "dw"),
-        ("gemm_rs", "nn", WithNan, "y"),
+        ("gemm_rs", "nn", with_nan, "y"),
     ]:  # fmt: skip
         fused.ag_gemm = wrong if pattern == "ag_gemm" else right_gather
         fused.start_gemm_rs = wrong if pattern == "gemm_rs" else right_scatter
@@ -100,8 +94,7 @@ def test_a_problem_beside_others_is_verified_alone_and_raced_beside(rank):
 
 @on_device_ranks(2)
 def test_plans_are_measured_beside_others(rank):
-    problems = [some_problem("gemm_rs"), some_problem("ag_gemm", "nn")]
-    for problem in problems:
+    for problem in (some_problem("gemm_rs"), some_problem("ag_gemm", "nn")):
         plans = defaults(problem, "sequential", "pipelined")
         entry = agreed(measured(replace(problem, beside=True), plans))
         assert entry.failed == ()
@@ -110,10 +103,7 @@ def test_plans_are_measured_beside_others(rank):
 
 @on_device_ranks(2)
 def test_no_room_for_the_blocks_beside_is_no_measurement(rank):
-    def full(*given: object) -> torch.Tensor:
-        raise NoRoom("no bytes for an all-reduce beside")
-
-    beside._block = full
+    beside._block = mock.Mock(side_effect=NoRoom("no bytes for an all-reduce beside"))
     problem = replace(some_problem("ag_gemm"), beside=True)
     assert measured(problem, defaults(problem, "sequential", "pipelined")) is None
 
@@ -132,14 +122,10 @@ def test_every_kind_of_problem_is_measured_and_right(rank):
             assert all(one.median_us > 0 for one in entry.measured)
 
 
-def out_of_memory(*_: object) -> None:
-    raise torch.OutOfMemoryError("no room")
-
-
 @on_device_ranks(2)
 def test_no_room_for_operands_on_one_rank_is_known_to_all(rank):
     if rank == 1:
-        races.Trial = out_of_memory
+        races.Trial = mock.Mock(side_effect=torch.OutOfMemoryError("no room"))
     problem = some_problem("ag_gemm")
     assert measured(problem, defaults(problem, "sequential", "fused")) is None
 
@@ -147,12 +133,10 @@ def test_no_room_for_operands_on_one_rank_is_known_to_all(rank):
 @on_device_ranks(2)
 def test_a_plan_that_fails_later_does_not_take_the_others_with_it(rank):
     """A plan that was right at first fails among the others."""
+    fails = mock.Mock(side_effect=RuntimeError("tired"))
 
     def tired(candidates, **options) -> Race:
         return race({n: fails if "pipelined" in n else c for n, c in candidates.items()}, **options)
-
-    def fails() -> None:
-        raise RuntimeError("tired")
 
     tuner.race = tired
     problem = some_problem("ag_gemm")

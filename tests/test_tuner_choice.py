@@ -31,78 +31,49 @@ CACHE = {"FLUX_MEGATRON_CACHE": "{tmp_path}"}
 ON = CACHE | {"FLUX_MEGATRON_TUNE": "on"}
 
 
-def store(
-    folder: Path, M: int, strategy: str, beside: bool = False, others: str = "", **changes: str
-) -> None:
-    """An entry for `SMALL`'s layer over two ranks, as if it had been measured here: `strategy` was
-    the fastest, then `others`.
-    """
+def store(folder: Path, M: int, strategy: str, beside: bool = False, **changes: str) -> None:
+    """An entry for `SMALL`'s layer over two ranks, as if it had been measured here."""
     device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu")
     where = environment.of(device)
     problem = Problem(Pattern.AG_GEMM, M, 10, 4, "float32", 2, device=DEVICE, beside=beside)
-    plans = [Plan(name, comm_rows=3) for name in (strategy, *others.split())]
-    measured = tuple(Measured(plan, float(place)) for place, plan in enumerate(plans))
-    entry = Entry(problem, replace(where, **changes), plans[0], measured, (), 0, 0.0, 12, "today")
+    plan = Plan(strategy, comm_rows=3)
+    measured = (Measured(plan, 0.0),)
+    entry = Entry(problem, replace(where, **changes), plan, measured, (), 0, 0.0, 12, "today")
     plan_cache.store(plan_cache.user_folder(folder), entry)
 
 
-def ran(rank: int, folder: Path, entries: list[tuple], case: Case) -> dict:
+OTHER, BESIDE = {"driver": "1.2.3"}, {"beside": True}
+# FLUX_MEGATRON_BESIDE, entries of the cache, and what runs. One range of M is that of 64 and all
+# below, the next that of 128.
+STORED = {
+    "hit": ("auto", [(12, "pipelined", {})], "pipelined"),
+    "sequential": ("auto", [(12, "sequential", {})], "sequential"),
+    "hit and neighbour": ("auto", [(12, "pipelined", {}), (18, "sequential", {})], "pipelined"),
+    "its range": ("auto", [(18, "pipelined", {})], "pipelined"),
+    "nearest": ("auto", [(6, "pipelined", {}), (14, "sequential", {})], "sequential"),
+    "same software": ("auto", [(12, "pipelined", OTHER), (12, "sequential", {})], "sequential"),
+    "other software": ("auto", [(12, "pipelined", OTHER)], "pipelined"),
+    "other connections": ("auto", [(12, "pipelined", {"max_connections": "8"})], "pipelined"),
+    "another range": ("auto", [(128, "pipelined", {})], RULED),
+    "unknown strategy": ("auto", [(12, "magic", {})], RULED),
+    "nothing": ("auto", [], RULED),
+    "beside others": ("1", [(12, "pipelined", BESIDE), (12, "sequential", {})], "pipelined"),
+    "beside alone": ("auto", [(12, "pipelined", BESIDE)], RULED),
+    "never beside": ("0", [(12, "pipelined", BESIDE)], RULED),
+}
+
+
+@pytest.mark.parametrize(("beside", "entries", "expected"), STORED.values(), ids=STORED)
+@on_device_ranks(2, environment=CACHE | {"FLUX_MEGATRON_BESIDE": "{beside}"})
+def test_off(rank, tmp_path, entries, expected):
     if rank == 0:
         for M, strategy, changes in entries:
-            store(folder, M, strategy, **changes)
+            store(tmp_path, M, strategy, **changes)
     dist.barrier()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what cannot be read
-        check(case)
-    return report().calls
-
-
-OTHER = {"driver": "1.2.3"}
-
-
-# one range of M is that of 64 and all below, the next that of 128
-@pytest.mark.parametrize(
-    ("entries", "expected"),
-    [
-        ([(12, "pipelined", {})], "pipelined"),
-        ([(12, "sequential", {})], "sequential"),
-        ([(12, "pipelined", {}), (18, "sequential", {})], "pipelined"),
-        ([(18, "pipelined", {})], "pipelined"),
-        ([(6, "pipelined", {}), (14, "sequential", {})], "sequential"),
-        ([(12, "pipelined", OTHER), (12, "sequential", {})], "sequential"),
-        ([(12, "pipelined", OTHER)], "pipelined"),
-        ([(12, "pipelined", {"max_connections": "8"})], "pipelined"),
-        ([(128, "pipelined", {})], RULED),
-        ([(12, "magic", {})], RULED),
-        ([], RULED),
-    ],
-    ids=[
-        "hit", "sequential", "hit and neighbour", "its range", "nearest", "same software",
-        "other software", "other connections", "another range", "unknown strategy", "nothing",
-    ],
-)  # fmt: skip
-def test_off(tmp_path, entries, expected):
-    environment = {"FLUX_MEGATRON_CACHE": str(tmp_path)}
-    for calls in on_device(ran, 2, tmp_path, entries, SMALL, environment=environment):
-        assert calls == {("ag_gemm", expected): 1}
-
-
-BESIDE = {"beside": True}
-
-
-def test_beside_others_only_what_was_measured_there(tmp_path):
-    environment = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_BESIDE": "1"}
-    entries = [(12, "pipelined", BESIDE), (12, "sequential", {})]
-    for calls in on_device(ran, 2, tmp_path, entries, SMALL, environment=environment):
-        assert calls == {("ag_gemm", "pipelined"): 1}
-
-
-@pytest.mark.parametrize("setting", ["auto", "0"])
-def test_alone_nothing_is_taken_from_beside(tmp_path, setting):
-    environment = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_BESIDE": setting}
-    entries = [(12, "pipelined", BESIDE)]
-    for calls in on_device(ran, 2, tmp_path, entries, SMALL, environment=environment):
-        assert calls == {("ag_gemm", RULED): 1}
+        check(SMALL)
+    assert report().calls == {("ag_gemm", expected): 1}
 
 
 @on_device_ranks(2, environment=CACHE)
@@ -121,8 +92,7 @@ def test_only_the_leaders_cache_counts(rank, tmp_path):
     settings.reload()
     store(tmp_path / str(rank), 12, ("pipelined", "sequential")[rank])
     check(SMALL)
-    calls = report().calls
-    assert calls == {("ag_gemm", "pipelined"): 1}
+    assert report().calls == {("ag_gemm", "pipelined"): 1}
 
 
 def raced(rank: int, folder: Path, favourite: str) -> tuple[dict, int, str]:
@@ -135,7 +105,7 @@ def raced(rank: int, folder: Path, favourite: str) -> tuple[dict, int, str]:
 
 
 def test_a_range_is_raced_once_said_and_kept(tmp_path):
-    on = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "on"}
+    on = {name: value.format(tmp_path=tmp_path) for name, value in ON.items()}
     first = on_device(raced, 2, tmp_path, "pipelined", environment=on)
     for rank, (calls, races, said) in enumerate(first):
         assert calls == {("ag_gemm", "pipelined"): 4}
@@ -159,11 +129,8 @@ def test_a_range_is_raced_once_said_and_kept(tmp_path):
 
 
 def test_a_race_is_under_the_conditions_of_the_run(tmp_path):
-    on = {
-        "FLUX_MEGATRON_CACHE": str(tmp_path),
-        "FLUX_MEGATRON_TUNE": "on",
-        "FLUX_MEGATRON_BESIDE": "1",
-    }
+    on = {"FLUX_MEGATRON_BESIDE": "1"}
+    on |= {name: value.format(tmp_path=tmp_path) for name, value in ON.items()}
     for calls, races, _ in on_device(raced, 2, tmp_path, "fused", environment=on):
         assert calls == {("ag_gemm", "fused"): 4}
         assert races > 1

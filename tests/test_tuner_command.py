@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -27,22 +28,9 @@ ROOT = Path(__file__).parents[1]
 SMALL = ["--suite", "gpt3-175b", "--tp", "2", "--M", "32", "--scale", "768", "--device", "cpu"]
 
 
-def suite_problems(sequence_parallel: bool = True) -> list[Problem]:
-    model = MODELS["gpt3-175b"]
-    return request.problems_of_model(model, None, [8192], 4, "bfloat16", "cuda", sequence_parallel)
-
-
-def test_the_problems_of_a_suite():
-    found = suite_problems()
-    assert len(found) == len(set(found)) == 8
-    fc1 = Problem(Pattern.AG_GEMM, 8192, 49152, 12288, "bfloat16", 4)
-    fc1_dgrad = Problem(Pattern.GEMM_RS, 8192, 12288, 49152, "bfloat16", 4, layout="nn")
-    proj_dgrad = Problem(Pattern.AG_GEMM, 8192, 12288, 12288, "bfloat16", 4, layout="nn")
-    assert {fc1, fc1_dgrad, proj_dgrad} <= set(found)
-
-
 def test_the_problems_of_a_suite_without_sequence_parallelism():
-    found = suite_problems(sequence_parallel=False)
+    model = MODELS["gpt3-175b"]
+    found = request.problems_of_model(model, None, [8192], 4, "bfloat16", "cuda", False)
     assert {(p.pattern, p.layout, p.N, p.K) for p in found} == {
         (Pattern.GEMM_AR, "nt", 12288, 12288), (Pattern.GEMM_AR, "nt", 12288, 49152),
         (Pattern.GEMM_AR, "nn", 12288, 36864), (Pattern.GEMM_AR, "nn", 12288, 49152),
@@ -72,10 +60,7 @@ def test_the_problems_of_any_model(widths, hidden, outputs, inputs):
     expected = {(M, *shape) for M in (8192, 4096) for shape in column + row}
     assert {(p.M, p.layout, p.pattern, p.N, p.K) for p in found} == expected
     assert len(found) == len(expected)
-
-
-def test_gpt3_by_its_widths_is_the_suite():
-    assert GPT3.layers(4) == MODELS["gpt3-175b"]
+    assert GPT3.layers(4) == MODELS["gpt3-175b"], "by its widths it is the suite"
 
 
 @pytest.mark.parametrize(
@@ -105,29 +90,24 @@ def test_the_widths_of_megatrons_arguments(words, model, tp):
     assert of_megatron(words.split()) == (model, tp)
 
 
-ANY_MODEL = [
-    line.split()
-    for line in (
+@pytest.mark.parametrize(
+    "words",
+    [
         "--hidden 32 --ffn 64 --heads 4 --kv-heads 2 --swiglu --tp 4",
         "-- --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --group-query-attention "
         "--num-query-groups 2 --swiglu --tensor-model-parallel-size 4",
-    )
-]
-
-
-@pytest.mark.parametrize("words", ANY_MODEL, ids=["options", "megatron"])
+    ],
+    ids=["options", "megatron"],
+)
 def test_the_ranks_of_any_model(words, monkeypatch):
-    seen = []
-    start = lambda ranks, device, connections, words: seen.append((ranks, device)) or 0  # noqa: E731
+    start, asked, problems = mock.Mock(return_value=0), request.Request.problems, []
     monkeypatch.setattr(request, "start", start)
-    problems = []
-    asked = request.Request.problems
     monkeypatch.setattr(
         request.Request, "problems", lambda self: problems.append(asked(self)) or problems[0]
     )
-    done = CliRunner().invoke(cli.app, ["tune", "--device", "cpu", "--vocab", "96", *words])
+    done = CliRunner().invoke(cli.app, f"tune --device cpu --vocab 96 {words}".split())
     assert done.exit_code == 0, done.output
-    assert seen == [(4, "cpu")]
+    assert start.call_args.args[:2] == (4, "cpu")
     ((found, name),) = problems
     assert name == "hidden-32_ffn-64_heads-4_kv-heads-2_vocab-96_swiglu"
     assert {(p.N, p.K) for p in found if p.layout == "nt"} == {
@@ -136,13 +116,9 @@ def test_the_ranks_of_any_model(words, monkeypatch):
 
 
 def test_each_problem_alone_and_beside():
-    (one, *_) = suite_problems()
-    assert request.and_beside([one]) == [one, beside(one)]
+    one = Problem(Pattern.AG_GEMM, 8192, 49152, 12288, "bfloat16", 4)
+    assert request.and_beside([one]) == [one, replace(one, beside=True)]
     assert not one.beside
-
-
-def beside(problem: Problem) -> Problem:
-    return replace(problem, beside=True)
 
 
 def test_a_plan_as_a_short_text():
@@ -177,7 +153,8 @@ def test_the_command(tmp_path):
         assert {one.plan.strategy for one in entry.measured} >= {"sequential", "fused"}
 
     for entry in entries:  # as if they had been measured: emulated that takes minutes
-        plan_cache.store(cache / "plans", replace(entry, problem=beside(entry.problem)))
+        beside = replace(entry.problem, beside=True)
+        plan_cache.store(cache / "plans", replace(entry, problem=beside))
     second = run_command(cache, *SMALL, "--with-nccl-load", "--out", str(out))
     assert second.returncode == 0, second.stderr
     assert second.stdout.count("(known, noise") == 16

@@ -87,8 +87,7 @@ def ran(folder: Path, *command: object, path: str = "", code: int = 0, **more: s
 
 
 def test_the_wheel_has_what_the_commands_read(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
+    names = zipfile.ZipFile(wheel).namelist()
     assert sorted(names) == sorted(set(names))
     assert not [name for name in names if name.startswith("flux_megatron/lab/")]
     for folder in ("configs", "patches"):
@@ -100,12 +99,9 @@ def test_the_wheel_has_what_the_commands_read(wheel):
     assert tops == {"flux_megatron", f"flux_megatron-{__version__}.dist-info"}
 
 
-def test_the_core_is_torch_and_triton(wheel):
-    assert {one.name for one in requirements(wheel)} == {"torch", "triton"}
-
-
-def test_a_missing_module_leads_to_the_extra_that_brings_it(wheel):
+def test_the_core_is_torch_and_triton_and_a_missing_module_leads_to_the_extra_that_brings_it(wheel):
     """The table of `command_errors` is that of pyproject.toml, and every extra has typer."""
+    assert {one.name for one in requirements(wheel)} == {"torch", "triton"}
     distributions = {"megatron": "megatron-core", "pynvml": "nvidia-ml-py", "yaml": "pyyaml"}
     for module, extra in command_errors.EXTRAS.items():
         name = distributions.get(module, module)
@@ -137,7 +133,7 @@ def test_the_core_alone_computes_on_the_cpu(core, tmp_path, asked):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--help", "Tensor-parallel layers for Megatron"),
+        *((f"{command} --help", "sage: ") for command in PRODUCT),
         ("launch cpu/tiny --dry-run", "torch.distributed.run"),
         ("doctor --strategies", "ag_gemm"),
         ("tune --device cpu --hidden 16 --ffn 16 --heads 2 --M 16", "6 plans kept"),
@@ -149,13 +145,10 @@ def test_commands_work_outside_a_checkout(core, extra, tmp_path, words, text):
     assert text in ran(tmp_path, *command, path=extra, FLUX_MEGATRON_CACHE=cache)
 
 
-@pytest.mark.parametrize("command", PRODUCT)
-def test_commands_of_the_product_work_without_the_laboratory(core, extra, tmp_path, command):
-    assert "sage: " in ran(tmp_path, core / "flux-megatron", command, "--help", path=extra)
-
-
 def test_help_lists_what_is_installed(core, extra, tmp_path):
-    words = {*ran(tmp_path, core / "flux-megatron", "--help", path=extra).split()}
+    said = ran(tmp_path, core / "flux-megatron", "--help", path=extra)
+    assert "Tensor-parallel layers for Megatron" in said
+    words = {*said.split()}
     assert {*PRODUCT} <= words
     assert not {*lab_commands.PLACES} & words
 
@@ -196,11 +189,9 @@ def test_the_sdist_makes_the_same_wheel(wheel, tmp_path):
             ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout.splitlines()
         assert [name for name in tracked if not (source / name).exists()] == []
-    again = build(tmp_path / "again", "wheel", source)
-    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
-        assert {i.filename: i.CRC for i in one.infolist()} == {
-            i.filename: i.CRC for i in other.infolist()
-        }
+    wheels = (wheel, build(tmp_path / "again", "wheel", source))
+    one, other = ({i.filename: i.CRC for i in zipfile.ZipFile(w).infolist()} for w in wheels)
+    assert one == other
 
 
 def test_every_file_of_a_release_has_the_version():
@@ -210,13 +201,10 @@ def test_every_file_of_a_release_has_the_version():
     assert f"flux_megatron-{__version__}-py3" in (ROOT / "docs/install.md").read_text()
 
 
-COMMAND = re.compile(r"flux-megatron ([a-z]+)")
-
-
 @pytest.mark.parametrize("page", ["README.md", "docs/install.md"])
 def test_the_pages_of_a_beginner_name_commands_and_files_that_exist(page):
     text = (ROOT / page).read_text()
     known = typer.main.get_command(app).commands
-    assert {*COMMAND.findall(text)} <= known.keys()
+    assert {*re.findall(r"flux-megatron ([a-z]+)", text)} <= known.keys()
     for script in re.findall(r"scripts/[\w.]+", text):
         assert (ROOT / script).exists()
