@@ -5,8 +5,6 @@ package's `__init__`. Imports in functions and those for type checkers count lik
 the table says "lazily".
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Few rows in one kernel: exact, the same bits on every rank, bounded, chosen."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The examples of docs/pytorch.md: they train as the models of one process do."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

@@ -2,8 +2,6 @@
 first call may come in a mode and training outside, or the other way round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -48,10 +46,9 @@ bf16_by_default = partial(switched, torch.set_default_dtype, torch.bfloat16, tor
 
 @contextmanager
 def side_stream():
-    with torch.cuda.stream(torch.cuda.Stream()) if DEVICE == "cuda" else nullcontext():
+    with torch.cuda.stream(torch.cuda.Stream()):
         yield
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
 
 
 class Counting(torch.utils._python_dispatch.TorchDispatchMode):
@@ -68,7 +65,7 @@ MODES: dict[str, Callable[[], AbstractContextManager]] = {
     "default dtype": bf16_by_default,
     "default device": lambda: torch.device("meta"),
     "deterministic": partial(switched, torch.use_deterministic_algorithms, True, False),
-    "stream": side_stream,
+    "stream": side_stream if DEVICE == "cuda" else nullcontext,
     "dispatch mode": Counting,
     "functorch": nullcontext,
 }
@@ -90,6 +87,11 @@ def within(mode: str, work: Callable[[], list[Tensor]]) -> list[Tensor]:
     return found
 
 
+def compare(mode: str, work: Callable[[], list[Tensor]], *right: Tensor) -> None:
+    for result, expected in zip(within(mode, work), right, strict=True):
+        assert_exact(result.clone(), expected, mode)
+
+
 def forward(rank: int, mode: str, rows: int) -> None:
     """Each pattern in the mode, exactly."""
     group, options = dist.group.WORLD, {"dtype": torch.float32, "kept": 0.5}
@@ -102,49 +104,41 @@ def forward(rank: int, mode: str, rows: int) -> None:
         calls = [call(case, one, group) for case, one in zip(cases, given, strict=True)]
         return [*calls, ops.gemm_all_reduce(*both, group)]
 
-    results = within(mode, work)
-    right = [*[one.expected[rank] for one in given], reference.gemm_all_reduce(x, w)[rank]]
-    for result, expected in zip(results, right, strict=True):
-        assert_exact(result.clone(), expected, f"{mode}, {rows} rows")
+    right = [one.expected[rank] for one in given]
+    compare(mode, work, *right, reference.gemm_all_reduce(x, w)[rank])
 
 
 def experts(rank: int, mode: str, rows: int) -> None:
-    made = test_expert_parallel.operands(
-        test_expert_parallel.even, 2, 3, rows, 16, torch.float32, "nt", 0
-    )
+    tests, group = test_expert_parallel, dist.group.WORLD
+    made = tests.operands(tests.even, 2, 3, rows, 16, torch.float32, "nt", 0)
     x, w, v, counts = (one[rank].to(DEVICE) for one in (made.x, made.w, made.v, made.counts))
-    group = dist.group.WORLD
 
     def work() -> list[Tensor]:
         hidden, _ = expert_ops.a2a_gemm(x, w, counts, group, capacity=made.capacity)
         return [hidden, expert_ops.gemm_a2a(hidden, v, counts, group, tokens=len(x))]
 
-    right = test_expert_parallel.expected(made, "nt")
-    for result, expected in zip(within(mode, work), right, strict=False):
-        assert_exact(result.clone(), expected[rank], f"experts, {mode}, {rows}")
+    hidden, y, *_ = tests.expected(made, "nt")
+    compare(mode, work, hidden[rank], y[rank])
 
 
 def bags(rank: int, mode: str, rows: int) -> None:
     case = test_embedding.Case((1, 2), samples=rows)
     made = case.operands(0)
     given = [one.to(DEVICE) for one in made[rank][:3]]
-    bags = partial(flux_megatron.embedding_all_to_all, *given, dist.group.WORLD)
-    (result,) = within(mode, lambda: [bags(tables=case.tables)])
-    assert_exact(result.clone(), case.expected(made, rank)[0], f"bags, {mode}, {rows}")
+    operate = partial(flux_megatron.embedding_all_to_all, *given, dist.group.WORLD)
+    compare(mode, lambda: [operate(tables=case.tables)], case.expected(made, rank)[0])
 
 
 def assert_lasting() -> None:
     """No tensor that a workspace holds belongs to a mode."""
-    seen: set[int] = set()
+    seen: dict[int, object] = {}
     held: list[object] = list(workspaces())
-    tensors = 0
     while held:
         one = held.pop()
         if id(one) in seen:
             continue
-        seen.add(id(one))
+        seen[id(one)] = one
         if isinstance(one, Tensor):
-            tensors += 1
             assert type(one) is Tensor
             assert not one.is_inference()
             assert not torch._C._functorch.is_functorch_wrapped_tensor(one)
@@ -155,7 +149,7 @@ def assert_lasting() -> None:
             held += one.values()
         elif type(one).__module__.startswith("flux_megatron"):
             held += getattr(one, "__dict__", {}).values()  # lists of driver calls have none
-    assert tensors > 0
+    assert any(isinstance(one, Tensor) for one in seen.values())
 
 
 def train(rank: int, rows: int) -> None:

@@ -1,7 +1,5 @@
 """Linear layers for plain PyTorch: exact against the unsharded `torch.nn.Linear`."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable
@@ -232,8 +230,7 @@ def test_autocast(rank):
 
 
 @on_device_ranks(2, environment=FUSED)
-def test_compile_under_autocast_and_of_a_wrong_width(rank):
-    """What Dynamo sees: autocast, an input that the operator refuses, a whole parameter."""
+def test_compile_sees_autocast_a_wrong_width_and_a_whole_parameter(rank):
     layer = sharded(RowParallelLinear, integer_linear(True, torch.bfloat16))
     x = local(layer, operands(torch.float32)[0], "x").to(DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):
@@ -278,6 +275,9 @@ def test_wrong_sizes_are_refused_on_every_rank(rank):
             )
     with pytest.raises(ValueError, match=r"x \[4, 2\] given, a first dimension divisible"):
         layer(torch.ones(4, width, device=DEVICE))
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match="ColumnParallelLinear: no process group given"):
+        ColumnParallelLinear(4, 4)
 
 
 @on_device_ranks(2, environment=FUSED)
@@ -292,20 +292,15 @@ def test_another_width_on_one_rank_is_reported_to_the_others(rank):
 def test_a_group_of_some_ranks(rank):
     """A group of some ranks computes; who is not in it is refused before anybody waits."""
     group = dist.new_group([0, 2])
+    whole = integer_linear(True, torch.float32)
     for kind in LAYERS:
         if rank == 1:
             with pytest.raises(ValueError, match=f"{kind.__name__}: a group without rank 1 given"):
                 kind(IN, OUT, group=group)
-            continue
-        whole = integer_linear(True, torch.float32)
-        layer = sharded(kind, whole, group=group)
-        assert (layer.rank, layer.world_size) == (rank // 2, 2)
-        check(layer, whole, torch.float32)
-
-
-def test_without_a_process_group():
-    with pytest.raises(ValueError, match="ColumnParallelLinear: no process group given"):
-        ColumnParallelLinear(4, 4)
+        else:
+            layer = sharded(kind, whole, group=group)
+            assert (layer.rank, layer.world_size) == (rank // 2, 2)
+            check(layer, whole, torch.float32)
 
 
 def test_the_names_are_loaded_when_they_are_used():

@@ -1,7 +1,5 @@
 """What a caller may give: wrappers, addresses, strides, dtypes of a bias, and no rows at all."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The two operations in real processes: exact on integers, else as close to fp64 as plain torch."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

@@ -2,8 +2,6 @@
 cannot compile its kernels. A GPU and a compiler stand in.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from unittest import mock
 

@@ -2,8 +2,6 @@
 after call; what goes wrong is reported; and docs/extend.md shows the script's own lines.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect
@@ -20,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from cases import ON_HOPPER
+from closeness import assert_exact
 from own_kernel_cases import EPS, SCRIPTS, exact_shard, exact_weight, expected
 from ranks import DEVICE, be_late, here, on_cpu_ranks, on_device, on_device_ranks
 
@@ -40,12 +39,12 @@ def script(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def wrong_elements(rank: int, name: str, calls: int) -> list[int]:
-    """Of every call of every shape, back to back, each with a late rank; every other one on a GPU
-    is a replay.
+def check(rank: int, name: str, calls: int) -> None:
+    """Calls of every shape, back to back, each with a late rank; every other one on a GPU is a
+    replay.
     """
     world_size, kernel = dist.get_world_size(), script(name).all_gather_rms_norm
-    channel, found = Channel("all_gather_rms_norm", dist.group.WORLD, here()), []
+    channel = Channel("all_gather_rms_norm", dist.group.WORLD, here())
     for M_shard, N, block_elements, dtype in SHAPES:
         numbers = range(calls if M_shard < SLOTS else 2)  # a tile takes milliseconds on CPU
         shards = [
@@ -68,32 +67,30 @@ def wrong_elements(rank: int, name: str, calls: int) -> list[int]:
             else:
                 results.append(kernel(x, weight, channel, EPS, block_elements))
         flux_megatron.synchronize()
-        right = [expected(of_call, weight.cpu(), EPS) for of_call in shards]
-        found += [int((y.cpu() != e).sum()) for y, e in zip(results, right, strict=True)]
-    return found
+        for call, y in zip(numbers, results, strict=True):
+            assert_exact(y, expected(shards[call], weight.cpu(), EPS), f"call {call}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_exact(world_size):
-    calls = 20 if world_size == 2 else 4
-    results = on_device(wrong_elements, world_size, "own_kernel", calls)
-    assert results == [[0] * (2 * calls + 2)] * world_size
+@on_device_ranks("world_size")
+def test_exact(rank, world_size):
+    check(rank, "own_kernel", 20 if world_size == 2 else 4)
 
 
 @pytest.mark.skipif(not ON_HOPPER, reason="Gluon needs GPUs of compute capability 9")
-def test_gluon_exact():
-    assert on_device(wrong_elements, 2, "own_kernel_gluon", 20) == [[0] * 42] * 2
+@on_device_ranks(2)
+def test_gluon_exact(rank):
+    check(rank, "own_kernel_gluon", 20)
 
 
 @on_device_ranks(2)
 def test_random_data_is_as_close_as_plain_torch(rank):
     torch.manual_seed(rank)
-    x, weight = torch.randn(64, 96, device=here()).to(BF16), torch.ones(96, device=here()).to(BF16)
-    y = script("own_kernel").all_gather_rms_norm(
-        x, weight, Channel("random", dist.group.WORLD, here())
-    )
+    x, weight = torch.randn(64, 96).to(here(), BF16), torch.ones(96).to(here(), BF16)
+    channel = Channel("random", dist.group.WORLD, here())
+    y = script("own_kernel").all_gather_rms_norm(x, weight, channel)
     flux_megatron.synchronize()
-    mine = y[rank * 64 : (rank + 1) * 64].double()
+    mine = y.chunk(2)[rank].double()
     right = F.rms_norm(x.double(), (96,), weight.double(), 1e-5)
     plain = F.rms_norm(x, (96,), weight, 1e-5).double()
     assert (mine - right).abs().max() <= 2 * (plain - right).abs().max()
@@ -117,9 +114,8 @@ def silent(rank: int) -> str:
 
 def test_a_late_wait_is_reported():
     said, _ = on_device(silent, 2, environment={"FLUX_MEGATRON_TIMEOUT_S": "1"}, fresh=True)
-    assert re.search(
-        r"rank 0 .* waited 1 s for communication tile 0 of rank 1: epoch 1 expected, 0 seen", said
-    )
+    late = "rank 0 .* waited 1 s for communication tile 0 of rank 1: epoch 1 expected, 0 seen"
+    assert re.search(late, said)
 
 
 @on_cpu_ranks(2, environment={"FLUX_MEGATRON_TIMEOUT_S": "5"})

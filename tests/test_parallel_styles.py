@@ -1,7 +1,5 @@
 """`FluxColwiseParallel` and `FluxRowwiseParallel` in a plan, exact against PyTorch's own styles."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -4,8 +4,6 @@ FLUX_MEGATRON_LM names a checkout of Megatron-LM, FLUX_MEGATRON_LM_FOLDER a fold
 are copied. Their own imports must be installed (0.14 to 0.16: six, regex, sentencepiece, tiktoken).
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -28,13 +26,14 @@ from flux_megatron.patching.fingerprints import RELIED_ON, functions
 
 ARGUMENTS = "megatron/training/arguments.py"
 LAYERS = "megatron/core/tensor_parallel/layers.py"
+VERSION = "megatron/core/package_info.py"
 RECORDED = all_series.supported()
 INSERTED = [hunk.lines for hunk in all_series.hunks()]
 
 BETWEEN = "\n" * 9  # the patch counts the lines of Megatron's function
 # the shape of Megatron's, and names that patches and fingerprints look for
 SOURCES = {
-    "megatron/core/package_info.py": "MAJOR = 7\nMINOR = 3\nPATCH = 2\n",
+    VERSION: "MAJOR = 7\nMINOR = 3\nPATCH = 2\n",
     ARGUMENTS: f"""\
         import argparse
 
@@ -61,7 +60,8 @@ SOURCES = {
                 return x
         """,
 }
-AFTER = {"    parser = add_megatron_arguments(parser)": 0, "    args = parser.parse_args(words)": 1}
+BEFORE = ("    parser = add_megatron_arguments(parser)", "    args = parser.parse_args(words)")
+AFTER = {line: "\n".join([line, *ours]) for line, ours in zip(BEFORE, INSERTED, strict=True)}
 
 
 @pytest.fixture
@@ -139,11 +139,10 @@ def test_apply_inserts_and_undo_restores_every_byte(checkout, repository):
     before = contents(checkout)
     checkouts.apply(checkout)
     after = (checkout / ARGUMENTS).read_text()
-    for line, i in AFTER.items():
-        assert "\n".join([line, *INSERTED[i]]) in after
-    assert {path for path, data in contents(checkout).items() if data != before[path]} == {
+    assert all(lines in after for lines in AFTER.values())
+    assert [path for path, data in contents(checkout).items() if data != before[path]] == [
         ARGUMENTS
-    }
+    ]
     checkouts.undo(checkout)
     assert contents(checkout) == before
 
@@ -155,9 +154,8 @@ def test_hunks_follow_a_function_that_moved(checkout):
     before = contents(checkout)
     checkouts.apply(checkout)
     after = (checkout / ARGUMENTS).read_text()
-    for line, i in AFTER.items():
-        assert "\n".join([line, *INSERTED[i]]) in after
-        expected = expected.replace(line, "\n".join([line, *INSERTED[i]]))
+    for line, lines in AFTER.items():
+        expected = expected.replace(line, lines)
     assert after.endswith(expected[expected.index("def parse_args") :])
     edit(checkout, ARGUMENTS, "import os\n", "import os\n\n")
     checkouts.undo(checkout)
@@ -165,45 +163,41 @@ def test_hunks_follow_a_function_that_moved(checkout):
     assert contents(checkout) == before
 
 
+TOUCHED = (ARGUMENTS, "allow_abbrev=False", "allow_abbrev=True")
+CHANGED, RENAMED = (LAYERS, "return x", "return -x"), (LAYERS, "forward", "backward")
+OLDER, NEWER = ((VERSION, "MINOR = 3", f"MINOR = {minor}") for minor in (2, 4))
+OF_3, FORWARD = "7.3.2 in .* core_v7.3.2 .*", "ColumnParallelLinear.forward"
+
+
 @pytest.mark.parametrize(
-    ("path", "old", "new", "text"),
+    ("edits", "said"),
     [
-        (ARGUMENTS, "allow_abbrev=False", "allow_abbrev=True", "parse_args has another"),
-        (LAYERS, "return x", "return -x", "ColumnParallelLinear.forward has another"),
-        (LAYERS, "forward", "backward", "ColumnParallelLinear.forward is missing"),
+        ([TOUCHED], f"{OF_3}\n  {ARGUMENTS}: parse_args has another"),
+        ([CHANGED], f"{OF_3}\n  {LAYERS}: {FORWARD} has another"),
+        ([RENAMED], f"{OF_3}\n  {LAYERS}: {FORWARD} is missing"),
+        ([NEWER, CHANGED], rf"7.4.2 found, one of 7.3.2 \(core_v7.3.2\) expected.*\n.*{FORWARD}"),
     ],
 )
-def test_a_changed_function_is_refused_by_name(checkout, path, old, new, text):
-    edit(checkout, path, old, new)
+def test_a_changed_function_is_refused_by_name(checkout, edits, said):
+    for one in edits:
+        edit(checkout, *one)
     before = contents(checkout)
-    with pytest.raises(Refused, match=f"7.3.2 in .* core_v7.3.2 .*\n  {path}: {text}") as refusal:
+    with pytest.raises(Refused, match=said) as refusal:
         checkouts.apply(checkout)
-    assert str(refusal.value).count("\n") == 1
+    assert str(refusal.value).count("\n") == len(edits)
     assert contents(checkout) == before
 
 
-def test_a_function_that_nobody_relies_on_may_change(checkout):
+def test_a_patch_release_in_which_nothing_that_we_rely_on_changed_is_taken(checkout):
+    edit(checkout, VERSION, "PATCH = 2", "PATCH = 5")
     edit(checkout, ARGUMENTS, "pass", "assert args")
     assert not checkouts.examine(checkout).differences
-
-
-def test_an_unknown_version_is_refused_with_all_that_differs(checkout):
-    edit(checkout, "megatron/core/package_info.py", "MINOR = 3", "MINOR = 4")
-    edit(checkout, LAYERS, "return x", "return -x")
-    with pytest.raises(Refused) as refusal:
-        checkouts.apply(checkout)
-    assert "version 7.4.2 found, one of 7.3.2 (core_v7.3.2) expected" in str(refusal.value)
-    assert "ColumnParallelLinear.forward" in str(refusal.value)
-
-
-def test_a_patch_release_in_which_nothing_of_it_changed_is_taken(checkout):
-    edit(checkout, "megatron/core/package_info.py", "PATCH = 2", "PATCH = 5")
     assert checkouts.apply(checkout).version == "7.3.5"
 
 
 def test_the_closest_version_is_compared(checkout, patches):
-    edit(checkout, "megatron/core/package_info.py", "MINOR = 3", "MINOR = 2")
-    edit(checkout, LAYERS, "return x", "return -x")
+    for one in (OLDER, CHANGED):
+        edit(checkout, *one)
     file = checkouts.record(checkout, "core_v7.2.0")
     assert checkouts.examine(checkout).series.folder == file.parent
     assert not checkouts.examine(checkout).differences
@@ -217,11 +211,6 @@ def test_half_applied_is_refused(checkout):
             command(checkout)
 
 
-def test_what_is_no_checkout_is_refused(checkout):
-    with pytest.raises(BadInput, match="no checkout of Megatron-LM"):
-        checkouts.examine(checkout / "megatron")
-
-
 def test_undo_also_after_megatron_went_on(checkout):
     """Taking lines out needs no fingerprint: whoever updated a patched checkout can go back."""
     checkouts.apply(checkout)
@@ -231,6 +220,8 @@ def test_undo_also_after_megatron_went_on(checkout):
 
 
 def test_recording_what_is_patched_or_has_no_such_function_is_refused(checkout):
+    with pytest.raises(BadInput, match="no checkout of Megatron-LM"):
+        checkouts.examine(checkout / "megatron")
     checkouts.apply(checkout)
     with pytest.raises(Refused, match="patched already"):
         checkouts.record(checkout, "core_v7.3.2")
@@ -288,13 +279,10 @@ def installed(monkeypatch):
         return parser
 
     calls: list = []
-    package = "flux_megatron.integration"
-    for name, content in {
-        package: {},
-        f"{package}.flags": {"add_flux_arguments": add_flux_arguments},
-        f"{package}.install": {"install_from": calls.append},
-    }.items():
-        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**content))
+    flags = types.SimpleNamespace(add_flux_arguments=add_flux_arguments)
+    install = types.SimpleNamespace(install_from=calls.append)
+    for name, module in {"": flags, ".flags": flags, ".install": install}.items():
+        monkeypatch.setitem(sys.modules, f"flux_megatron.integration{name}", module)
     return calls
 
 
@@ -316,8 +304,7 @@ def test_without_the_package_a_patched_tree_is_a_stock_one(parse, monkeypatch, c
 
 
 def real_checkouts() -> list[Path]:
-    named = os.environ.get("FLUX_MEGATRON_LM")
-    folder = os.environ.get("FLUX_MEGATRON_LM_FOLDER")
+    named, folder = (os.environ.get(f"FLUX_MEGATRON_LM{end}") for end in ("", "_FOLDER"))
     several = sorted(Path(folder).glob("*/megatron")) if folder else []
     return [*([Path(named)] if named else []), *(found.parent for found in several)]
 
@@ -340,19 +327,14 @@ def test_a_real_checkout(original, tmp_path):
     shutil.copytree(original / "megatron", checkout / "megatron")
     before = contents(checkout)
     checkouts.apply(checkout)
-    assert contents(checkout) != before
-    assert "layers of flux_megatron" in parsed_by(checkout, "--flux-overlap")
-    assert "layers of megatron.core" in parsed_by(checkout)
-    checkouts.undo(checkout)
-    assert contents(checkout) == before
-
-
-def parsed_by(checkout: Path, *words: str) -> str:
     path = os.pathsep.join([str(checkout), str(Path(__file__).parents[1])])
     options = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", PARSE, *words], cwd=checkout, env={**os.environ, **options},
-        capture_output=True, text=True, timeout=140,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    for words, layers in ((["--flux-overlap"], "flux_megatron"), ([], "megatron.core")):
+        done = subprocess.run(
+            [sys.executable, "-c", PARSE, *words], cwd=checkout, env={**os.environ, **options},
+            capture_output=True, text=True, timeout=140,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert f"layers of {layers}" in done.stdout
+    checkouts.undo(checkout)
+    assert contents(checkout) == before

@@ -1,7 +1,5 @@
 """The cost model: close to what was measured on 4 x H200, and never absurd elsewhere."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The plans of a layer kind by ranges of M, and which plans of `hopper` the tuner tries."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

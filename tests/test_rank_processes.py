@@ -1,7 +1,5 @@
 """The ranks of a measurement: they end together, with one error, and with their parent."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """How many registers a thread of the kernels of few rows gets, and how many CTAs a gather has."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

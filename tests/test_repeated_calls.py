@@ -2,12 +2,11 @@
 ranks that are late. `test_calls.py` and `protocol/test_offline_calls.py` need no GPU.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -28,6 +27,7 @@ from flux_megatron.symm.workspace import workspaces
 pytestmark = [pytest.mark.gpus(2), pytest.mark.skipif(GPU_RANKS < 2, reason="needs two GPUs")]
 
 WIDE = Tile(128, 256, 64, num_stages=3, tma=True)  # of the Hopper kernels
+THIN = Tile(16, 64, 64, num_warps=4)
 PLANS = {
     "fused": Plan("fused", comm_rows=100, tile=Tile(64, 64, 32)),
     "fused, TMA": Plan("fused", tile=Tile(128, 128, 64, tma=ON_HOPPER)),
@@ -35,11 +35,9 @@ PLANS = {
     "pipelined, one GEMM": Plan("pipelined", splits=1),
 }
 FEW = {
-    "low_latency": Plan("low_latency", tile=Tile(16, 64, 64, num_warps=4)),
-    "low_latency, TMA": Plan("low_latency", tile=Tile(16, 64, 64, num_warps=4, tma=ON_HOPPER)),
-    "low_latency, parts": Plan(
-        "low_latency", tile=Tile(16, 64, 64, num_warps=4, num_stages=4), splits=3
-    ),
+    "low_latency": Plan("low_latency", tile=THIN),
+    "low_latency, TMA": Plan("low_latency", tile=replace(THIN, tma=ON_HOPPER)),
+    "low_latency, parts": Plan("low_latency", tile=replace(THIN, num_stages=4), splits=3),
 }
 if ON_HOPPER:
     PLANS |= {
@@ -64,10 +62,8 @@ def counted() -> Iterator[list[bool]]:
         begin(self, *given)
         by_list.append(self._lists is not None)
 
-    with (
-        mock.patch.object(calls, "_at_once", whole),
-        mock.patch.object(calls.InFlight, "__init__", noted),
-    ):
+    patch = mock.patch.object
+    with patch(calls, "_at_once", whole), patch(calls.InFlight, "__init__", noted):
         yield by_list
     unlisted = [p.unlisted for space in workspaces() for p in space.programs.values()]
     assert all(not one or "not compiled yet" in one for one in unlisted), unlisted

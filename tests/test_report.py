@@ -1,7 +1,5 @@
 """The report says what really ran: calls, fallbacks with reasons, the share, strict mode."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from itertools import starmap

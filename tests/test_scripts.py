@@ -1,10 +1,9 @@
-"""Every command of scripts/node.sh is one that there is, scripts/pretrain.sh fails where it
-compares less than it says, and files of docs/ that sources name are there.
+"""Every command of scripts/node.sh is one that there is; scripts/pretrain.sh fails where it
+compares less than it says; files that sources name are there, and so is what docs/map.md names.
 """
 
-from __future__ import annotations
-
 import argparse
+import ast
 import inspect
 import os
 import re
@@ -82,22 +81,17 @@ def program(words: list[str]) -> list[str]:
 def test_every_command_knows_its_options(run, tmp_path, monkeypatch):
     for folder in ("gpu", "differential"):  # a script finds what lies beside it
         monkeypatch.syspath_prepend(ROOT / "tests" / folder)
-    asked = 0
-    for words in commands(run, tmp_path):
-        if words[-1] == "scripts/test.sh":
-            continue
-        words = program(words)
-        given = {word for word in words if word.startswith("--")}
-        assert given <= known(words), words
-        asked += 1
+    asked = [words for words in commands(run, tmp_path) if words[-1] != "scripts/test.sh"]
     assert asked
+    for words in map(program, asked):
+        assert {word for word in words if word.startswith("--")} <= known(words), words
 
 
 def test_an_unknown_run_is_refused(tmp_path):
-    ended = subprocess.run([SCRIPT, "all", tmp_path], env={**os.environ, "GPUS": "4"},
-                           capture_output=True, text=True)  # fmt: skip
+    environment = {**os.environ, "GPUS": "4"}
+    ended = subprocess.run([SCRIPT, "all", tmp_path], env=environment, stderr=subprocess.PIPE)
     assert ended.returncode == 2
-    assert "RUN all given; shared, iterations, launches," in ended.stderr
+    assert b"RUN all given; shared, iterations, launches," in ended.stderr
 
 
 CALLS = "flux_megatron: 4 of 4 calls overlapped"
@@ -153,3 +147,40 @@ def gone(text: str) -> list[str]:
 def test_every_named_file_is_there():
     found = {file: gone(file.read_text()) for file in SOURCES if file != Path(__file__)}
     assert {file: names for file, names in found.items() if names} == {}
+
+
+PACKAGE = ROOT / "flux_megatron"
+PATH, ROOMS = (ROOT / "docs/map.md").read_text(encoding="utf-8").split("## The rooms")
+FILE = re.compile(r"`([\w/]+\.(?:py|c))`")
+NAME = re.compile(r"`(\w+(?:\.\w+)?)`")
+STRATEGIES = {"hopper", "sequential", "signalled"}
+NO_ROOMS = {"__init__.py", "__main__.py", "__pycache__", "lab", "py.typed", "version.py"}
+
+
+def defined(file: Path) -> set[str]:
+    """The functions and classes of a file; methods as Class.method."""
+    if file.suffix == ".c":
+        return set(re.findall(r"^static \w+ \*?(\w+)\(", file.read_text(), re.M))
+    found = set()
+    for one in ast.parse(file.read_text()).body:
+        if isinstance(one, ast.ClassDef | ast.FunctionDef):
+            found.add(one.name)
+        if isinstance(one, ast.ClassDef):
+            found |= {f"{one.name}.{m.name}" for m in one.body if isinstance(m, ast.FunctionDef)}
+    return found
+
+
+def test_the_path_has_ten_lines_and_every_function_is_in_a_file_that_its_line_names():
+    numbers = re.findall(r"^(\d+)\. `[\w/]+\.(?:py|c)`, `[\w.]+`", PATH, re.M)
+    assert numbers == [str(number) for number in range(1, 11)]
+    for line in PATH.splitlines():
+        files = FILE.findall(line)
+        there = {name for file in files for name in defined(PACKAGE / file)}
+        assert not files or {*NAME.findall(FILE.sub("", line))} <= there | STRATEGIES, line
+
+
+def test_every_room_has_a_line():
+    cells = "".join(re.findall(r"^\| (`.*?) \|", ROOMS, re.M))
+    product = {entry.name for entry in PACKAGE.iterdir()} - NO_ROOMS
+    lab = {f"lab/{one.parent.name}" for one in PACKAGE.glob("lab/*/__init__.py")}
+    assert {room.rstrip("/") for room in re.findall(r"`([\w./]+)`", cells)} == product | lab

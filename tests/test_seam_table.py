@@ -1,7 +1,5 @@
 """Every name by which an option of a recorded Megatron-LM reaches our layers has a decision."""
 
-from __future__ import annotations
-
 import pytest
 from test_argument_table import exists
 

@@ -1,7 +1,5 @@
 """Derivatives of gradients (create_graph=True): those of one process, or one clear error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

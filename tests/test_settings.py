@@ -1,7 +1,5 @@
 """The FLUX_MEGATRON_* variables: defaults, accepted values, and errors that name the variable."""
 
-from __future__ import annotations
-
 import runpy
 import warnings
 from dataclasses import FrozenInstanceError

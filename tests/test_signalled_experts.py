@@ -1,7 +1,5 @@
 """`signalled` experts: exact against the reference in any number of bands, also between nodes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock

@@ -1,7 +1,5 @@
 """Phases, and `flux-megatron trace`: what it counts as hidden, and its files."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

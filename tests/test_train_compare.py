@@ -2,8 +2,6 @@
 What pictures of runs and results show: nothing hidden, nothing cut off in silence.
 """
 
-from __future__ import annotations
-
 import json
 import math
 

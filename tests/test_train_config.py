@@ -1,7 +1,5 @@
 """What a run of `flux-megatron train` is: its configuration, its ranks, its folder."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("pydantic", reason="needs the extra `train`")

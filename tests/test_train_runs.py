@@ -2,8 +2,6 @@
 starts it, the others are forked from this process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

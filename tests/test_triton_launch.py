@@ -1,7 +1,5 @@
 """When a launcher goes past Triton's own launch. A compiled kernel stands in; GPUs run the rest."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """`flux-megatron tune`: which problems a model has, and the whole command on two ranks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -11,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from flux_megatron.problem import Pattern, Plan, Problem, Tile
+from flux_megatron.problem import Pattern, Plan, Tile
 from flux_megatron.tuning import plan_cache
 from flux_megatron.tuning.plan_entry import Entry
 
@@ -25,7 +23,6 @@ from flux_megatron.tune_command import measure, request
 from flux_megatron.tune_command.widths import MODELS, Widths, of_megatron
 
 ROOT = Path(__file__).parents[1]
-SMALL = ["--suite", "gpt3-175b", "--tp", "2", "--M", "32", "--scale", "768", "--device", "cpu"]
 
 
 def test_the_problems_of_a_suite_without_sequence_parallelism():
@@ -61,6 +58,7 @@ def test_the_problems_of_any_model(widths, hidden, outputs, inputs):
     assert {(p.M, p.layout, p.pattern, p.N, p.K) for p in found} == expected
     assert len(found) == len(expected)
     assert GPT3.layers(4) == MODELS["gpt3-175b"], "by its widths it is the suite"
+    assert [p.beside for p in request.and_beside(found[:1])] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -115,12 +113,6 @@ def test_the_ranks_of_any_model(words, monkeypatch):
     }  # fmt: skip
 
 
-def test_each_problem_alone_and_beside():
-    one = Problem(Pattern.AG_GEMM, 8192, 49152, 12288, "bfloat16", 4)
-    assert request.and_beside([one]) == [one, replace(one, beside=True)]
-    assert not one.beside
-
-
 def test_a_plan_as_a_short_text():
     assert measure.label(Plan("sequential")) == "sequential"
     assert measure.label(Plan("pipelined", comm_rows=512)) == "pipelined comm_rows=512"
@@ -128,26 +120,28 @@ def test_a_plan_as_a_short_text():
     assert measure.label(plan) == "fused 128x256x64 g8 w8 s3 tma"
 
 
-def run_command(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "flux_megatron.cli", "tune", *arguments],
+def run_command(cache: Path, out: Path, *more: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "flux_megatron.cli", "tune", "--suite", "gpt3-175b", "--tp", "2",
+         "--M", "32", "--scale", "768", "--device", "cpu", "--out", out, *more],
         env=os.environ | {"FLUX_MEGATRON_CACHE": str(cache), "COLUMNS": "200"},
         cwd=ROOT, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_the_command(tmp_path):
     cache, out = tmp_path / "cache", tmp_path / "tuned"
-    first = run_command(cache, *SMALL, "--out", str(out))
-    assert first.returncode == 0, first.stderr
+    first = run_command(cache, out)
     (file,) = out.iterdir()
     assert file.name == "gpt3-175b_tp2_connections-1.json"
     entries, errors = plan_cache.read_folders(Entry, out)
     assert errors == []
     assert len(entries) == 8
-    assert f"8 entries in {file}" in first.stdout
-    assert f"8 plans kept in {cache / 'plans'}" in first.stdout
-    assert " ".join(first.stdout.split()).count("12 rounds, noise") == 8
+    assert f"8 entries in {file}" in first
+    assert f"8 plans kept in {cache / 'plans'}" in first
+    assert " ".join(first.split()).count("12 rounds, noise") == 8
     assert len([*cache.rglob("*.json")]) == 8
     for entry in entries:
         assert {one.plan.strategy for one in entry.measured} >= {"sequential", "fused"}
@@ -155,11 +149,9 @@ def test_the_command(tmp_path):
     for entry in entries:  # as if they had been measured: emulated that takes minutes
         beside = replace(entry.problem, beside=True)
         plan_cache.store(cache / "plans", replace(entry, problem=beside))
-    second = run_command(cache, *SMALL, "--with-nccl-load", "--out", str(out))
-    assert second.returncode == 0, second.stderr
-    assert second.stdout.count("(known, noise") == 16
-    said = " ".join(second.stdout.split())  # titles are wrapped
-    assert said.count(", beside others (") == 8
+    second = run_command(cache, out, "--with-nccl-load")
+    assert second.count("(known, noise") == 16
+    assert " ".join(second.split()).count(", beside others (") == 8  # titles are wrapped
     both, errors = plan_cache.read_folders(Entry, out)
     assert errors == []
     assert both[::2] == entries

@@ -1,7 +1,5 @@
 """Which versions were run, and what is said of others."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,6 +50,7 @@ def test_rank_0_warns_once(torch_3, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     warn_of_untested(torch_3)
     monkeypatch.delenv("RANK")
+    library._warned.clear()
     with pytest.warns(UserWarning, match=r"torch 3\.0\.1 is newer than 2\.15"):
         warn_of_untested(torch_3, nowhere)
     warn_of_untested(torch_3, nowhere)

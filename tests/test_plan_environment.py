@@ -1,11 +1,12 @@
-"""How a GPU is joined to others: what CUDA says of visible ones, else what NVML says of the node's;
-both are pretended.
+"""What a measured plan depends on: the sources that calls run, and how a GPU is joined to others,
+which CUDA says of visible ones, else NVML of the node's; both are pretended.
 """
 
-from __future__ import annotations
-
 import ctypes
+import runpy
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,6 +14,44 @@ import pytest
 import torch
 
 from flux_megatron.tuning import link
+from flux_megatron.tuning.environment import PACKAGE, ROOMS, sources_digest
+
+
+@pytest.mark.parametrize(
+    ("file", "stale"),
+    [("kernels/gemm.py", True), ("kernels/new.py", True), ("overlap/fused.py", True),
+     ("expert_parallel/fused.py", True), ("symm/enqueue.c", True), ("symm/notes.txt", False),
+     ("nn/linear.py", False)],
+)  # fmt: skip
+def test_an_edit_of_what_runs_makes_plans_stale(tmp_path, file, stale):
+    assert all([*(PACKAGE / room).glob("*.py")] for room in ROOMS)
+    for room in (*ROOMS, "nn"):
+        (tmp_path / room).mkdir()
+        for name in ("gemm.py", "fused.py", "enqueue.c", "notes.txt", "linear.py"):
+            (tmp_path / room / name).write_text("a = 1\n")
+    before = sources_digest.__wrapped__(tmp_path)
+    assert sources_digest.__wrapped__(tmp_path) == before
+    (tmp_path / file).write_text("a = 2\n")
+    assert (sources_digest.__wrapped__(tmp_path) != before) == stale
+
+
+def test_plans_of_a_commit_get_the_digest_of_today(tmp_path, monkeypatch):
+    """Here HEAD stands for the commit; its digest is another one where the tree differs."""
+    script = Path(__file__).parents[1] / "scripts/rekey_plans.py"
+    main = runpy.run_path(str(script), run_name="not main")["main"]
+    digest = main.__globals__["sources_digest"]
+    monkeypatch.setitem(
+        main.__globals__, "sources_digest", lambda *of: digest(*of) if of else "today"
+    )
+    monkeypatch.chdir(script.parents[1])
+    file = tmp_path / "plans.json"
+    subprocess.run(["git", "archive", "-o", tmp_path / "it", "HEAD", "flux_megatron"], check=True)
+    subprocess.run(["tar", "-x", "-C", tmp_path, "-f", tmp_path / "it"], check=True)
+    there = digest.__wrapped__(tmp_path / "flux_megatron")
+    file.write_text(f'{{"sources": "{there}"}}, {{"sources": "other"}}')
+    main(file, "HEAD")
+    assert file.read_text() == '{"sources": "today"}, {"sources": "other"}'
+
 
 UUIDS = [b"GPU-a", b"GPU-b", b"GPU-c"]
 
@@ -55,9 +94,8 @@ def seen(monkeypatch):
 
 
 def test_visible_gpus_are_asked_by_cuda(seen):
-    no_nvml = OSError("no NVML")
-    assert seen(2, no_nvml) == "nvlink"
-    assert seen(2, no_nvml, atomics=0) == "pcie"
+    assert seen(2, OSError("no NVML")) == "nvlink"
+    assert seen(2, OSError("no NVML"), atomics=0) == "pcie"
 
 
 def test_gpus_that_are_not_visible_are_asked_by_nvml(seen):
