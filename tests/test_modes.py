@@ -73,7 +73,6 @@ EVERY = MODES | {"fake": FakeTensorMode}  # under which operands of operators ar
 
 
 def within(mode: str, work: Callable[[], list[Tensor]]) -> list[Tensor]:
-    """What `work` gives in the mode."""
     if mode != "functorch":
         with EVERY[mode]():
             return work()
@@ -93,7 +92,6 @@ def compare(mode: str, work: Callable[[], list[Tensor]], *right: Tensor) -> None
 
 
 def forward(rank: int, mode: str, rows: int) -> None:
-    """Each pattern in the mode, exactly."""
     group, options = dist.group.WORLD, {"dtype": torch.float32, "kept": 0.5}
     cases = [Case(pattern, rows, 16, 24, **options) for pattern in ("ag_gemm", "gemm_rs")]
     given = [operands(case, 2) for case in cases]

@@ -47,11 +47,8 @@ def test_any_address_and_any_strides(rank):
     whole = gemv(x, w.detach(), dist.group.WORLD)
     for one in strange(w.detach()):
         assert_exact(gemv(x, one, dist.group.WORLD), whole, "gemv")
-
-
-def test_aligned_rows_are_not_copied():
     x = torch.ones(4, 8)
-    assert operands.memory("x", x) is x
+    assert operands.memory("x", x) is x, "aligned rows are not copied"
     assert operands.memory("x", x[:, :4], contiguous=False).data_ptr() == x.data_ptr()
 
 
@@ -81,7 +78,6 @@ def test_tensors_that_stand_for_others(rank):
 
 @on_device_ranks(2, environment=FUSED)
 def test_a_bias_of_another_dtype_is_added_as_torch_adds_it(rank):
-    """An fp32 bias, as of a model whose biases are kept in fp32: added and returned as by torch."""
     group = dist.group.WORLD
     given = small_integers((2, 4, 8), torch.bfloat16, torch.Generator().manual_seed(0))
     x, w = given[0].to(here()), given[1].to(here()).requires_grad_()
@@ -108,10 +104,8 @@ def test_an_empty_micro_batch(rank):
         check(made, rank)
         check(made, rank, "x")
     x, w = (torch.ones(s, device=here(), requires_grad=True) for s in ((0, 3, 16), (8, 16)))
-    for y in (
-        row_linear(x, w, group=dist.group.WORLD),
-        local_linear(x, w, None, allreduce_group=dist.group.WORLD),
-    ):
+    group = dist.group.WORLD
+    for y in (row_linear(x, w, group=group), local_linear(x, w, None, allreduce_group=group)):
         assert y.shape == (0, 3, 8)
         y.sum().backward()
         assert_exact(w.grad, torch.zeros(8, 16), "dw")

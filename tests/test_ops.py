@@ -4,6 +4,7 @@ import itertools
 import random
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ranks import DEVICE, FUSED, SHARED, be_late, on_device_ranks
 
 import flux_megatron
 from flux_megatron import errors
+from flux_megatron.overlap import sequential
 from flux_megatron.problem import Plan, Tile
 
 PATTERNS = ["ag_gemm", "gemm_rs"]
@@ -117,13 +119,17 @@ def test_float64_falls_back_and_says_why(rank):
     assert report.fallbacks == {(pattern, NO_FLOAT64): 2 for pattern in PATTERNS}
 
 
-@on_device_ranks(2, environment={"FLUX_MEGATRON_STRICT": "1"})
+@on_device_ranks(2, environment=FUSED | {"FLUX_MEGATRON_STRICT": "1"})
 def test_strict_mode_refuses_float64_and_nothing_else(rank):
+    """Before the call, so no rank has begun it."""
     for pattern in PATTERNS:
+        begun = mock.patch.object(sequential, pattern, side_effect=KeyError)
         said = f"^{pattern} cannot be overlapped: {NO_FLOAT64}$"
-        with pytest.raises(errors.FallbackRefused, match=said):
+        with begun, pytest.raises(errors.FallbackRefused, match=said):
             check(Case(pattern, 6, 5, 7, dtype=torch.float64))
-        check(Case(pattern, 6, 5, 7))
+        assert flux_megatron.report().fallbacks == {}
+        check_all([Case(pattern, 6, 5, 7)], "fused")
+        flux_megatron.reset_report()
 
 
 def random_operands(case: Case, world_size: int) -> Operands:

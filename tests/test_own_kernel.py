@@ -166,9 +166,6 @@ def test_gluon_has_the_same_names_and_does_the_same():
 
 
 def test_the_page_shows_the_scripts_own_lines():
-    """Every block stands in the script as it is, but for its indentation; together they have all of
-    the kernel.
-    """
     source = (SCRIPTS / "own_kernel.py").read_text().splitlines()
     shown: set[int] = set()
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):

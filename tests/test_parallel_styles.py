@@ -10,13 +10,8 @@ from closeness import assert_exact
 from ranks import DEVICE, on_device_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flux_megatron
 from flux_megatron.nn import FluxColwiseParallel, FluxRowwiseParallel
@@ -31,7 +26,6 @@ class Mlp(nn.Module):
 
     def __init__(self, bias: bool) -> None:
         super().__init__()
-
         self.up = nn.Linear(WIDTH, HIDDEN, bias)
         self.down = nn.Linear(HIDDEN, WIDTH, bias)
         made = torch.Generator().manual_seed(1)
@@ -41,14 +35,6 @@ class Mlp(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.down(self.up(x).relu())
-
-
-def plans(layout: Any) -> list[dict[str, Any]]:
-    """PyTorch's plan and ours of a layout of tokens."""
-    return [
-        {"up": column(input_layouts=layout), "down": row(output_layouts=layout)}
-        for column, row in (TORCH, OURS)
-    ]
 
 
 def mesh() -> Any:
@@ -66,17 +52,23 @@ def whole(tensor: Any) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def compare(
-    model: nn.Module, layout: Any, plan: list[dict[str, Any]], compiled: bool = False
-) -> None:
-    """Forward and backward by PyTorch's styles and by ours."""
+def compare(model: nn.Module, layout: Any, plans: Any = None, compiled: bool = False) -> None:
+    """Forward and backward by PyTorch's styles and by ours, by default of a layout of tokens."""
     runs = []
-    for one in plan:
-        made = parallelize_module(copy.deepcopy(model).to(DEVICE), mesh(), one)
+    of_layout = [
+        {"up": column(input_layouts=layout), "down": row(output_layouts=layout)}
+        for column, row in (TORCH, OURS)
+    ]
+    for number, plan in enumerate(plans or of_layout):
+        made = parallelize_module(copy.deepcopy(model).to(DEVICE), mesh(), plan)
         x = tokens(layout)
         torch._dynamo.reset()
-        ours = compiled and one is plan[1]
-        y = (torch.compile(made, fullgraph=True, backend="aot_eager") if ours else made)(x)
+        run = (
+            torch.compile(made, fullgraph=True, backend="aot_eager")
+            if compiled and number
+            else made
+        )
+        y = run(x)
         y = y.to_local() if isinstance(y, DTensor) else y
         y.backward((torch.arange(y.numel(), device=y.device) % 3).view(y.shape).float())
         results = {"y": y, "dx": x.grad}
@@ -97,14 +89,14 @@ def compare(
 def test_layers_do_what_pytorch_s_styles_do(rank):
     for bias in (True, False):
         for layout in (Shard(1), Shard(0), Replicate()):
-            compare(Mlp(bias), layout, plans(layout))
+            compare(Mlp(bias), layout)
     patterns = {pattern for pattern, _ in flux_megatron.report().calls}
     assert patterns == {"ag_gemm", "gemm_rs", "gemm_ar"}
 
 
 @on_device_ranks(2, environment=PLAIN)
 def test_layers_compile_to_one_graph(rank):
-    compare(Mlp(True), Shard(1), plans(Shard(1)), compiled=True)
+    compare(Mlp(True), Shard(1), compiled=True)
 
 
 @on_device_ranks(2, environment=PLAIN)
@@ -113,7 +105,7 @@ def test_inputs_may_be_dtensors(rank):
 
     def prepared(desired: Any, column: Any, row: Any, layout: Any = None) -> dict[str, Any]:
         return {
-            "": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=desired),
+            "": parallel.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=desired),
             "up": column(input_layouts=layout),
             "down": row(output_layouts=Shard(1), use_local_output=False),
         }

@@ -76,7 +76,6 @@ def patches(tmp_path, monkeypatch):
 
 @pytest.fixture
 def checkout(tmp_path, patches):
-    """A checkout of a version that patches are recorded for."""
     folder = tmp_path / "here" / "Megatron-LM"
     for path, source in SOURCES.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)

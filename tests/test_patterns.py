@@ -14,7 +14,6 @@ from flux_megatron import doctor, ops
 from flux_megatron.doctor import strategies as page
 from flux_megatron.lab import reference
 from flux_megatron.overlap import registry
-from flux_megatron.overlap.registry import forward
 from flux_megatron.patterns import COLUMN, ROW
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 
@@ -88,7 +87,7 @@ def test_a_whole_call_is_put_together_from_its_pieces():
     for pattern, asked in {COLUMN: (1, 2, None, "nt", 4, 5, None), ROW: given,
                            Pattern.GEMM_AR: given}.items():  # fmt: skip
         piece = getattr(pieces, pattern)
-        assert forward(pieces, pattern)(*given) is piece.return_value
+        assert registry.forward(pieces, pattern)(*given) is piece.return_value
         piece.assert_called_once_with(*asked)
 
 

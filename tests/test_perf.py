@@ -90,25 +90,18 @@ def test_a_larger_problem_never_takes_less_and_hiding_gains_no_more_than_there_i
 
 def test_small_problems_are_not_cut_into_library_gemms():
     """Each of four GEMMs would read the whole weight."""
-    small = problem("ag_gemm", 64, 12288, 12288)
+    small, large = (problem("ag_gemm", M, 12288, 12288) for M in (64, 8192))
     assert operator_us(small, "megatron", H200) < operator_us(small, "pipelined", H200)
-    large = problem("ag_gemm", 8192, 12288, 12288)
     assert operator_us(large, "megatron", H200) > operator_us(large, "pipelined", H200)
-
-
-def test_what_is_exposed_is_the_collective_where_nothing_overlaps():
-    large = problem("ag_gemm", 8192, 12288, 12288)
+    # what is exposed is the collective where nothing overlaps
     collective = collective_us(H200, moved_bytes(large), 4)
     gemms = sum(gemms_us(large, H200))
     assert operator_us(large, "megatron", H200) - gemms == pytest.approx(collective)
     assert 0.0 <= operator_us(large, "hopper", H200) - gemms < 0.2 * collective
 
 
-@pytest.mark.parametrize(
-    ("M", "N", "K", "measured"),
-    [(1, 8192, 8192, 27.6), (16, 8192, 8192, 29.5), (16, 12288, 49152, 162.8)],
-)
-def test_all_reduces_of_few_rows(M, N, K, measured):
+def test_all_reduces_of_few_rows():
     """mm and its all-reduce in decoding, of `gemv_ar.jsonl`."""
-    problem = Problem(Pattern.GEMM_AR, M, N, K, "bfloat16", 2)
-    assert operator_us(problem, "megatron", H200) == pytest.approx(measured, rel=0.15)
+    for M, N, K, us in (1, 8192, 8192, 27.6), (16, 8192, 8192, 29.5), (16, 12288, 49152, 162.8):
+        problem = Problem(Pattern.GEMM_AR, M, N, K, "bfloat16", 2)
+        assert operator_us(problem, "megatron", H200) == pytest.approx(us, rel=0.15)

@@ -35,11 +35,15 @@ def opened(*folders: Path, where: Environment = HERE) -> PlanCache:
     return PlanCache(Entry, folders, where)
 
 
-def test_a_hit(tmp_path):
+def test_a_hit_and_what_is_measured_again_takes_its_place(tmp_path):
+    """Whatever became of the sources meanwhile."""
     file = plan_cache.store(tmp_path, ENTRY)
     assert file.parent == tmp_path / "h200"
     assert opened(tmp_path).find(PROBLEM) == ENTRY
     assert [path.name for path in file.parent.iterdir()] == [file.name]
+    other = replace(ENTRY, plan=PLAIN, environment=replace(HERE, sources="later"))
+    assert plan_cache.store(tmp_path, other) == file
+    assert opened(tmp_path).entries == [other]
 
 
 PROBLEM_CHANGES = {
@@ -76,14 +80,6 @@ def test_alone_and_beside_others_are_two_problems(tmp_path):
     assert (cache.left_out, cache.find(PROBLEM)) == ([], ENTRY)
     assert cache.find(beside.problem) == beside
     assert cache.of_kind(replace(KIND, beside=True), here=True) == [beside]
-
-
-def test_what_is_measured_again_takes_the_place_of_what_was(tmp_path):
-    """Whatever became of the sources meanwhile."""
-    first = plan_cache.store(tmp_path, ENTRY)
-    other = replace(ENTRY, plan=PLAIN, environment=replace(HERE, sources="later"))
-    assert plan_cache.store(tmp_path, other) == first
-    assert opened(tmp_path).entries == [other]
 
 
 def test_a_kind_has_entries_of_every_m_those_of_this_software_first(tmp_path):

@@ -93,18 +93,13 @@ def seen(monkeypatch):
     return seen
 
 
-def test_visible_gpus_are_asked_by_cuda(seen):
+def test_gpus_that_are_not_visible_are_asked_by_nvml(seen, monkeypatch):
+    """Others by CUDA; a GPU alone has no known link."""
     assert seen(2, OSError("no NVML")) == "nvlink"
     assert seen(2, OSError("no NVML"), atomics=0) == "pcie"
-
-
-def test_gpus_that_are_not_visible_are_asked_by_nvml(seen):
     assert seen(1, nvml(3, {})) == "nvlink"
     assert seen(1, nvml(3, {(1, 2): 5})) == "pcie"
     assert seen(1, nvml(3, {(0, 2): 5, (1, 1): 5})) == "nvlink", "it is the second one"
-
-
-def test_a_gpu_alone_has_no_known_link(seen, monkeypatch):
     assert seen(1, OSError("no NVML")) == "unknown"
     monkeypatch.setattr(sys.modules[__name__], "UUIDS", [b"GPU-b"])
     assert seen(1, nvml(1, {})) == "unknown"

@@ -31,6 +31,9 @@ def test_the_nearest_point_of_the_range_gives_the_plan():
     assert found[-1] == Plan("fused")
     far = PlanTable({4096: PLAIN})
     assert far.plan(replace(LAYER, M=16384), ["pipelined"]) == Plan("pipelined"), "by the rule"
+    table = PlanTable({4096: Plan("hopper")})  # which cannot run this M
+    assert table.plan(replace(LAYER, M=4097), ["pipelined"]) == Plan("pipelined")
+    assert table.plan(replace(LAYER, M=4097), []) == PLAIN
 
 
 def test_a_plan_keeps_its_share_of_rows():
@@ -40,12 +43,6 @@ def test_a_plan_keeps_its_share_of_rows():
     bands, on_cpu = Plan("signalled", group_rows=(512, 512)), replace(LAYER, M=6000, device="cpu")
     default = registry.strategy(on_cpu, "signalled").default_plan(on_cpu)
     assert for_rows(bands, 4096, on_cpu) == default
-
-
-def test_a_strategy_that_cannot_run_this_m_gives_way():
-    table = PlanTable({4096: Plan("hopper")})
-    assert table.plan(replace(LAYER, M=4097), ["pipelined"]) == Plan("pipelined")
-    assert table.plan(replace(LAYER, M=4097), []) == PLAIN
 
 
 def test_the_second_range_of_training_races_all_of_them():

@@ -61,9 +61,7 @@ def test_each_partial_result_is_rounded_before_the_sum_which_is_wide():
     x = [torch.ones(3, 1).bfloat16() for _ in range(3)]
     w = [torch.tensor([[value]]).bfloat16() for value in (256.0, 1.0, 1.0)]
     assert reference.gemm_reduce_scatter(x, w)[0].item() == 258.0
-
-
-def test_float64_stays_float64():
+    # float64 stays float64
     x, w = torch.full((1, 1), 1 + 2**-40, dtype=torch.float64), torch.ones(1, 1).double()
     assert reference.matmul(x, w).item() == 1 + 2**-40
     assert reference.matmul(x.bfloat16(), w.bfloat16()).dtype == torch.float32

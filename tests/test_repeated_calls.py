@@ -72,7 +72,6 @@ def counted() -> Iterator[list[bool]]:
 @pytest.mark.parametrize("plan", [*PLANS, *FEW])
 @on_cpu_ranks(2, device="cuda")
 def test_repeated_calls_are_exact(rank, plan):
-    """Calls of both operations in a drawn order, nearly all of them by lists."""
     plan = (PLANS | FEW)[plan]
     rows = 16 if plan.strategy == "low_latency" else 256
     sizes = {"M_shard": rows, "N_local": 512, "K_local": 1024, "dtype": torch.bfloat16, "kept": 0.2}
@@ -102,7 +101,6 @@ STEPS = 20
 @pytest.mark.parametrize("strategy", sorted({plan.strategy for plan in PLANS.values()}))
 @on_cpu_ranks(2, device="cuda", environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
 def test_repeated_layers_are_exact(rank):
-    """Forward and backward of two layers."""
     sizes = ((64, 2), 1024, 1024)  # K of a rank is what GEMM+RS of `hopper` needs at least
     both = [layer(kind, 2, torch.bfloat16, *sizes, False, 0.3) for kind in ("column", "row")]
     with counted() as by_list:

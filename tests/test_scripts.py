@@ -4,7 +4,6 @@ compares less than it says; files that sources name are there, and so is what do
 
 import argparse
 import ast
-import inspect
 import os
 import re
 import runpy
@@ -40,7 +39,6 @@ def commands(run: str, folder: Path) -> list[list[str]]:
 
 
 def known(words: list[str]) -> set[str]:
-    """The options of the program that `words` begin with."""
     if words[0].endswith(".py"):
         return options_of(runpy.run_path(str(ROOT / words[0]), run_name="not main"))
     if words[0].startswith("flux_megatron.lab.measure."):
@@ -53,7 +51,7 @@ def known(words: list[str]) -> set[str]:
         if word not in getattr(command, "commands", {}):
             break
         command = command.get_command(typer.Context(command), word)
-    return {option for parameter in command.params for option in parameter.opts}
+    return options_of_command(command)
 
 
 def options_in(parser: argparse.ArgumentParser) -> set[str]:
@@ -64,12 +62,13 @@ def options_of(names: dict[str, Any]) -> set[str]:
     """Of a script, by what it defines."""
     if "argparse" in names:
         return options_in(names["parser"]())
-    found = set()
-    for name, parameter in inspect.signature(names["main"], eval_str=True).parameters.items():
-        about = getattr(parameter.annotation, "__metadata__", ())
-        named = [option for one in about for option in one.param_decls or ()]
-        found |= {*(named or ["--" + name.replace("_", "-")])}
-    return found
+    script = typer.Typer()
+    script.command()(names["main"])
+    return options_of_command(typer.main.get_command(script))
+
+
+def options_of_command(command: Any) -> set[str]:
+    return {option for parameter in command.params for option in parameter.opts}
 
 
 def program(words: list[str]) -> list[str]:

@@ -9,15 +9,15 @@ from ranks import here, on_device_ranks
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron.nn.functions import column_parallel_linear as column
+from flux_megatron.nn import functions
 from flux_megatron.nn.functions import local_linear, row_linear
-from flux_megatron.nn.functions import row_parallel_linear as row
 from flux_megatron.nn.norm import rms_norm
 from flux_megatron.nn.replicated import sum_gradient
 from flux_megatron.overlap import differentiable
 from flux_megatron.wgrad import IntoMainGrad
 
 S, K, N = 8, 12, 16
+column, row = functions.column_parallel_linear, functions.row_parallel_linear
 
 
 def whole() -> list[Tensor]:

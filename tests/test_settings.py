@@ -24,6 +24,8 @@ def test_defaults():
     assert read({"OTHER": "1"}) == Settings()
     for strategy in ("auto", "fused", "pipelined", "hopper", "sequential"):
         assert read(named(STRATEGY=strategy)).strategy == strategy
+    assert read({}).cache == read(named(CACHE="")).cache == Path.home() / ".cache/flux_megatron"
+    assert read(named(CACHE="~/plans")).cache == Path.home() / "plans"
 
 
 def test_every_variable_is_read():
@@ -37,11 +39,6 @@ def test_every_variable_is_read():
         tune="on", tune_seconds=7.0, beside="1", cache=Path("/somewhere"),
         nvtx=True, native=False, allow=("sft", "train_step"), enable=True,
     )  # fmt: skip
-
-
-def test_the_cache_is_in_the_home_folder_by_default():
-    assert read({}).cache == read(named(CACHE="")).cache == Path.home() / ".cache/flux_megatron"
-    assert read(named(CACHE="~/plans")).cache == Path.home() / "plans"
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, call, operands
-from closeness import assert_exact, small_integers
+from closeness import assert_exact
+from layer_cases import check, layer
 from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops
 from flux_megatron.kernels import hopper_config, hopper_gemm
 from flux_megatron.kernels.signalled_gemm import bands
-from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.overlap import registry, signalled
 from flux_megatron.overlap.gathered_bands import ends_of
 from flux_megatron.patterns import ROW, Pattern
@@ -77,7 +77,6 @@ def test_exact(rank, turns):
 
 @on_device_ranks(3)
 def test_gathered_rows_of_a_late_rank_in_order(rank):
-    """The rows that wgrad gets, in order, and y, from ranks of which the last is late."""
     group, plan = dist.group.WORLD, Plan("signalled", tile=SMALL, group_rows=(2, 3))
     x, w = (torch.arange(rows * 4, device=DEVICE).view(rows, 4).float() for rows in (7, 3))
     for turn in range(3):
@@ -167,27 +166,13 @@ def test_default_plans_have_bands_of_whole_tiles():
 
 
 def layers(rank: int) -> None:
-    """Forward and backward of a column and a row layer: y, dx and dw. A column layer's dgrad
-    scatters, so does a row layer's forward; the others gather.
+    """Forward and backward: a column layer's dgrad scatters, so does a row layer's forward; the
+    others gather.
     """
-    group, (M, N, K) = dist.group.WORLD, (12, 8, 6)
-    R, made = group.size(), torch.Generator().manual_seed(0)
     flux_megatron.reset_report()
-    x, dy, w1, w2 = (
-        small_integers(shape, torch.float32, made, largest=2)
-        for shape in ((M, K), (M, K), (R, N, K), (R, K, N))
-    )
-    local = [t.to(DEVICE).requires_grad_() for t in (x.chunk(R)[rank], w1[rank], w2[rank])]
-    h = column_parallel_linear(local[0], local[1], None, group=group)
-    y = row_parallel_linear(h, local[2], group=group)
-    y.backward(dy.chunk(R)[rank].to(DEVICE))
-    whole = [t.clone().requires_grad_() for t in (x, w1, w2)]
-    expected = sum((whole[0] @ whole[1][r].t()) @ whole[2][r].t() for r in range(R))
-    expected.backward(dy)
-    assert_exact(y, expected.chunk(R)[rank], "y")
-    assert_exact(local[0].grad, whole[0].grad.chunk(R)[rank], "dx")
-    for given, expected in zip(local[1:], whole[1:], strict=True):
-        assert_exact(given.grad, expected.grad[rank], "dw")
+    R = dist.get_world_size()
+    for kind in ("column", "row"):
+        check(layer(kind, R, torch.float32, (12 // R,), 8, 6, False), rank, "xw")
     overlapped = {("gemm_rs", "signalled"): 2, ("ag_gemm", "signalled"): 2}
     assert flux_megatron.report().calls == overlapped
 

@@ -5,21 +5,11 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import test_expert_parallel as tests
 import torch
 import torch.distributed as dist
 from closeness import assert_exact
 from ranks import DEVICE, on_cpu_ranks, on_device, on_device_ranks
-from test_expert_parallel import (
-    PLANS,
-    ROUTINGS,
-    SMALL,
-    calls,
-    idle_source,
-    nothing,
-    one_rank,
-    operands,
-    uneven,
-)
 
 import flux_megatron
 from flux_megatron import errors
@@ -32,23 +22,23 @@ from flux_megatron.symm.workspace import workspace
 
 
 def plan_of(splits: int, tma: bool = False) -> Plan:
-    return Plan("signalled", tile=replace(SMALL, tma=tma), splits=splits, comm_sms=8)
+    return Plan("signalled", tile=replace(tests.SMALL, tma=tma), splits=splits, comm_sms=8)
 
 
 def exact(
     rank: int, plan: Plan, layouts: tuple, routings: tuple, experts: int = 3
 ) -> dict[str, int]:
-    with mock.patch.dict(PLANS, {"small tiles": plan}):
-        return calls(rank, "small tiles", layouts, routings, experts)
+    with mock.patch.dict(tests.PLANS, {"small tiles": plan}):
+        return tests.calls(rank, "small tiles", layouts, routings, experts)
 
 
 @pytest.mark.parametrize(
     ("world_size", "splits", "layouts", "routings"),
     [
-        (1, 2, ("nn",), (uneven, nothing)),
-        (2, 3, ("nt", "nn"), ROUTINGS),
-        (3, 2, ("nn", "nt"), (uneven, one_rank)),
-        (4, MAX_GROUPS, ("nn", "nt"), (uneven, one_rank, idle_source)),
+        (1, 2, ("nn",), (tests.uneven, tests.nothing)),
+        (2, 3, ("nt", "nn"), tests.ROUTINGS),
+        (3, 2, ("nn", "nt"), (tests.uneven, tests.one_rank)),
+        (4, MAX_GROUPS, ("nn", "nt"), (tests.uneven, tests.one_rank, tests.idle_source)),
     ],
 )
 def test_exact(world_size, splits, layouts, routings):
@@ -57,13 +47,13 @@ def test_exact(world_size, splits, layouts, routings):
 
 
 def test_exact_of_eight_ranks():
-    plan = replace(plan_of(3), tile=replace(SMALL, block_m=32, block_n=32, block_k=32))
-    for counted in on_device(exact, 8, plan, ("nt", "nn"), (uneven, idle_source), 1):
+    plan = replace(plan_of(3), tile=replace(tests.SMALL, block_m=32, block_n=32, block_k=32))
+    for counted in on_device(exact, 8, plan, ("nt", "nn"), (tests.uneven, tests.idle_source), 1):
         assert counted == {"signalled": 4}
 
 
 def test_exact_by_tma():
-    on_device(exact, 2, plan_of(2, tma=True), ("nt", "nn"), (uneven, one_rank))
+    on_device(exact, 2, plan_of(2, tma=True), ("nt", "nn"), (tests.uneven, tests.one_rank))
 
 
 @pytest.mark.parametrize("strategy", ["auto", "signalled"])
@@ -71,7 +61,7 @@ def test_exact_by_tma():
 def test_between_nodes_where_fused_cannot(rank):
     """A layer's forward and backward on ranks of two hosts, without shared memory between them."""
     with mock.patch.object(places, "machine", return_value=f"node-{rank // 2}"):
-        calls(rank, "fused", ("nt",), (uneven, idle_source))  # no plan
+        tests.calls(rank, "fused", ("nt",), (tests.uneven, tests.idle_source))  # no plan
     assert "spans 2 nodes" in workspace(dist.group.WORLD, torch.device("cpu")).unavailable
     report = flux_megatron.report()
     assert report.calls == {("a2a_gemm", "signalled"): 4, ("gemm_a2a", "signalled"): 4}
@@ -101,7 +91,10 @@ REFUSED = {
 @pytest.mark.parametrize("spoil", REFUSED)
 @on_device_ranks(2)
 def test_rows_that_do_not_fit_are_refused_by_all_ranks(rank, spoil):
-    given, group = operands(one_rank, 2, 3, 20, 24, torch.float32, "nt", spare=0), dist.group.WORLD
+    given, group = (
+        tests.operands(tests.one_rank, 2, 3, 20, 24, torch.float32, "nt", spare=0),
+        dist.group.WORLD,
+    )
     x, w, counts = (one[rank].to(DEVICE) for one in (given.x, given.w, given.counts))
     spoiled, capacity = counts.clone(), given.capacity - (spoil == "capacity")
     if spoil == "counts" and rank == 1:
@@ -114,7 +107,7 @@ def test_rows_that_do_not_fit_are_refused_by_all_ranks(rank, spoil):
 
 @on_cpu_ranks(2)
 def test_an_error_in_the_middle_breaks_the_group(rank):
-    given = operands(uneven, 2, 3, 20, 24, torch.float32, "nt", spare=0)
+    given = tests.operands(tests.uneven, 2, 3, 20, 24, torch.float32, "nt", spare=0)
     x, w, counts, group = given.x[rank], given.w[rank], given.counts[rank], dist.group.WORLD
     call = {"capacity": given.capacity, "plan": plan_of(2)}
     with (
@@ -197,7 +190,7 @@ def test_a_band_without_rows_here_is_no_launch():
     kernels.signalled_experts(
         *[torch.empty(0, 4)] * 3, torch.ones(3, 8, 4), order.table, far_groups=3, first=0,
         tile_rows=0, counters=order.table, work_counter=order.table, spare_sms=0, back=True,
-        layout="nt", tile=SMALL,
+        layout="nt", tile=tests.SMALL,
     )  # fmt: skip
 
 

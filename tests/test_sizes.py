@@ -17,10 +17,8 @@ from flux_megatron import errors
 from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile
 from flux_megatron.overlap import transfer
 from flux_megatron.problem import Plan, Tile
-from flux_megatron.symm import signals
-from flux_megatron.symm.call_log import ENTRIES, CallLog
+from flux_megatron.symm import call_log, enqueue, signals
 from flux_megatron.symm.channel import REFRESH_EVERY
-from flux_megatron.symm.enqueue import X
 from flux_megatron.symm.program import CallProgram
 from flux_megatron.symm.workspace import workspace
 
@@ -45,7 +43,7 @@ def pushes(
         to, (register, offset), *numbers = push.operands
         assert push.method == ("copy_rows" if part_columns else "copy")
         assert signal.method == "signal"
-        assert register == X.register
+        assert register == enqueue.X.register
         peer = to.register - gather.channel.first
         assert signal.operands[0].register == gather.channel.first + world_size + peer
         signals.add(signal.operands[0])
@@ -54,25 +52,24 @@ def pushes(
     return found
 
 
-def test_pushes_of_a_large_shard():
-    """They cover the shard, each behind the one before, with offsets beyond 2**32 bytes."""
+M_SHARD, K = LARGE
+
+
+@pytest.mark.parametrize(
+    ("comm_rows", "part_columns", "strides", "whole"),
+    [(5000, 0, [], SHARD_BYTES), (0, K // 3, [M_SHARD, 2 * K], 2 * K)],
+)
+def test_pushes_of_a_large_shard(comm_rows, part_columns, strides, whole):
+    """They cover the shard, each behind the one before, with offsets beyond 2**32 bytes; or each
+    takes the next columns of every row, and its rows lie as far apart as those of x.
+    """
     end = 0
     assert SHARD_BYTES > 2**32
-    for peer, destination, (offset, size_bytes) in pushes(LARGE, 2, 5000):
-        assert offset == end
+    for peer, destination, (offset, size_bytes, *rest) in pushes(LARGE, 2, comm_rows, part_columns):
+        assert (offset, rest) == (end, strides)
         assert (peer, destination) == (0, SHARD_BYTES + end), "rank 1's rows at rank 0"
         end += size_bytes
-    assert end == SHARD_BYTES
-
-
-def test_pushes_of_parts_of_large_rows():
-    """Each takes the next columns of every row, and its rows lie as far apart as those of x."""
-    (M_shard, K), end = LARGE, 0
-    for peer, destination, (offset, size_bytes, rows, pitch) in pushes(LARGE, 2, 0, K // 3):
-        assert (offset, rows, pitch) == (end, M_shard, 2 * K)
-        assert (peer, destination) == (0, SHARD_BYTES + end)
-        end += size_bytes
-    assert end == 2 * K
+    assert end == whole
 
 
 def test_every_rank_gets_its_first_part_before_any_gets_its_second():
@@ -104,10 +101,7 @@ def test_tiles_beyond_2_31_elements():
 @pytest.mark.parametrize("pattern", ["ag_gemm", "gemm_rs"])
 @on_device_ranks(2)
 def test_slots_unused_for_2_31_calls_announce_nothing(rank, pattern, calls):
-    """Three communication tiles a call, one for very long, and three again, which come late.
-
-    Each step on the way has stopped for a refresh.
-    """
+    """Three communication tiles a call, one for very long, and three again, which come late."""
     fine, coarse = (
         Case(pattern, 20, 5, 4, plan=Plan("fused", rows, Tile(16, 16, 16))) for rows in (7, 20)
     )
@@ -142,9 +136,9 @@ def test_slots_unused_for_2_31_calls_announce_nothing(rank, pattern, calls):
 @on_cpu_ranks(2)
 def test_a_log_of_2_31_calls_still_compares(rank, start):
     """Five thousand calls around call `start`, then one that differs."""
-    log = CallLog(dist.group.WORLD)
+    log = call_log.CallLog(dist.group.WORLD)
     log._count, log._compared = start, [start] * 2
-    for place in range(ENTRIES):  # what the calls before have left
+    for place in range(call_log.ENTRIES):  # what the calls before have left
         log._rings[rank][place] = start % 2**31 << 32
     dist.barrier()
     for number in range(5000):
@@ -155,8 +149,7 @@ def test_a_log_of_2_31_calls_still_compares(rank, start):
     dist.barrier()
     log._write("this" if rank else "that")
     dist.barrier()
-    with pytest.raises(errors.ProblemMismatch) as caught:
+    last = f"call {start + 5001} of rank {rank} is {'this' if rank else 'that'}"
+    with pytest.raises(errors.ProblemMismatch, match=last):
         log.note("kind 0")
     assert compared
-    last = f"call {start + 5001} of rank {rank} is {'this' if rank else 'that'}"
-    assert last in str(caught.value)

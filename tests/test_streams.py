@@ -47,7 +47,6 @@ def _done() -> None:
 @pytest.mark.parametrize("plans", PLANS.values(), ids=PLANS)
 @on_cpu_ranks(2, device="cuda")
 def test_two_groups_on_three_streams(rank, plans):
-    """Random calls of two groups on three streams, a rank late now and then."""
     groups = dist.group.WORLD, dist.new_group([0, 1])
     streams = [torch.cuda.Stream() for _ in range(3)]
     cases = _cases(plans)

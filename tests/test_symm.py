@@ -153,7 +153,6 @@ def test_a_group_in_another_order(rank):
 
 @on_device_ranks(2, environment=FUSED)
 def test_two_groups_over_the_same_ranks(rank):
-    """Two groups over the same ranks have memory of their own, also with calls of both open."""
     first, second = dist.group.WORLD, dist.new_group([0, 1])
     x, w = (torch.full(s, 1.0 + rank, device=DEVICE) for s in ((6, 4), (5, 4)))
     scatters = [ops.start_gemm_rs(x * n, w, group) for n, group in ((1, first), (2, second))]

@@ -89,7 +89,6 @@ def test_low_precision_is_measured_against_the_spread_of_stock(
 
 @pytest.fixture
 def saved(monkeypatch):
-    """The figures that are written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -109,23 +108,22 @@ def test_equal_losses_are_both_seen_and_steps_are_whole_numbers(saved, tmp_path)
     assert saved[0].get_suptitle() == "4 x H200"
 
 
-@pytest.mark.parametrize(
-    ("name", "machine"),
-    [
-        ("paper/gpt3-175b_a100-pcie", "128 x A100-PCIE-80GB"),
-        ("cpu/tiny", "4 ranks on a CPU, kernels interpreted"),
-    ],
-)
-def test_results_name_the_machine_and_hide_no_arm(name, machine, saved, tmp_path):
+MACHINES = {
+    "paper/gpt3-175b_a100-pcie": "128 x A100-PCIE-80GB",
+    "cpu/tiny": "4 ranks on a CPU, kernels interpreted",
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_results_name_the_machine_and_hide_no_arm(name, saved, tmp_path):
     experiment = load(name)
     series = Series(tuple(Iteration(i, i, 0.1, 3.0) for i in range(1, 9)), (1,))
     run = report.Run(tmp_path, experiment, dict.fromkeys(experiment.arms, series))
     (found,) = report.reports([run])
     results_plot.draw(found, tmp_path / "x.png")
     (figure,) = saved
-    assert figure.get_suptitle() == f"{name}: {machine}"
-    assert found.plain()["machine"] == machine
-    losses = figure.axes[1]
-    widths = [one.get_linewidth() for one in losses.lines]
+    assert figure.get_suptitle() == f"{name}: {MACHINES[name]}"
+    assert found.plain()["machine"] == MACHINES[name]
+    widths = [one.get_linewidth() for one in figure.axes[1].lines]
     assert widths == sorted(widths, reverse=True)  # thin lines on wide ones
     assert len(set(widths)) == len(experiment.arms)

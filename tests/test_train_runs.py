@@ -2,6 +2,7 @@
 starts it, the others are forked from this process.
 """
 
+import itertools
 import json
 import os
 import re
@@ -10,7 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -20,6 +23,8 @@ import torch
 from checkpoint_tensors import tensors
 from forked_command import ROOT, Command, flux_megatron, wait_for
 from train_words import words
+
+from flux_megatron.integration import layers
 
 INTERRUPTED = 130
 
@@ -47,7 +52,6 @@ def assert_same_bits(out: Path, other: Path, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """Six steps without a disturbance."""
     folder = tmp_path_factory.mktemp("straight")
     output = train(folder, folder / "run", "--steps", 6, settings={"train__save_every": 4})
     assert re.search(r"flux step 6/6 +loss [0-9.]+ .* tokens/s", output)
@@ -93,15 +97,13 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(tmp_path, number):
 
 
 def one_percent_more(rank: int) -> None:
-    from flux_megatron.integration.layers import FluxRowParallelLinear
-
-    forward = FluxRowParallelLinear.forward
+    forward = layers.FluxRowParallelLinear.forward
 
     def wrong(self, *arguments):
         y, bias = forward(self, *arguments)
         return y * 1.01, bias
 
-    FluxRowParallelLinear.forward = wrong
+    layers.FluxRowParallelLinear.forward = wrong
 
 
 def as_a_user(*line: str) -> subprocess.CompletedProcess[str]:
@@ -140,21 +142,21 @@ def test_a_user_starts_it_and_a_spoiled_run_ends_in_one_line(tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_1\n"
 
 
-def at_third_call(rank: int, action) -> None:
+def at_third_call(action) -> Callable[[int], None]:
     """On rank 1, `action` comes in place of its third forward of a row layer."""
-    from flux_megatron.integration import layers
 
-    forward, calls = layers.FluxRowParallelLinear.forward, []
+    def plant(rank: int) -> None:
+        forward, calls = layers.FluxRowParallelLinear.forward, itertools.count(1)
 
-    def planted(self, x):
-        calls.append(x)
-        return action(self, x) if rank == 1 and len(calls) == 3 else forward(self, x)
+        def planted(self, x):
+            return action(self, x) if rank == 1 and next(calls) == 3 else forward(self, x)
 
-    layers.FluxRowParallelLinear.forward = planted
+        layers.FluxRowParallelLinear.forward = planted
+
+    return plant
 
 
-def raises(self, x):
-    raise OSError("planted")
+fails = mock.Mock(side_effect=OSError("planted"))
 
 
 def skips(self, x):
@@ -174,14 +176,12 @@ def poor(rank: int) -> None:
         os.posix_fallocate = refused
 
 
+FULL = "shared memory: .*too large"
 FAULTS = {
-    "an exception": (lambda rank: at_third_call(rank, raises), "rank 1 failed: OSError: planted"),
-    "a skipped call": (lambda rank: at_third_call(rank, skips), "SignalTimeout|ProblemMismatch"),
-    "late": (lambda rank: at_third_call(rank, lambda *_: time.sleep(12)), "rank 0 failed: SignalT"),
-    "full memory": (
-        poor,
-        r"rank \d failed: WorkspaceError: .*rank 1: \d+ bytes of shared memory: .*too large",
-    ),
+    "an exception": (at_third_call(fails), "rank 1 failed: OSError: planted"),
+    "a skipped call": (at_third_call(skips), "SignalTimeout|ProblemMismatch"),
+    "late": (at_third_call(lambda *_: time.sleep(12)), "rank 0 failed: SignalTimeout"),
+    "full memory": (poor, rf"rank \d failed: WorkspaceError: .*rank 1: \d+ bytes of {FULL}"),
 }
 
 

@@ -24,7 +24,6 @@ from flux_megatron.integration.cpu_device import pretend_cuda
 from flux_megatron.lab.train import checkpoint, data, loop, run_folder, text
 from flux_megatron.lab.train.config import TrainConfig
 from flux_megatron.lab.train.model import Trainee, transformer_config
-from flux_megatron.lab.train.text import ByteTokenizer
 
 
 @pytest.fixture
@@ -40,7 +39,7 @@ def folder(tmp_path):
 
 
 def test_tokenizer_round_trip():
-    tokenizer, given = ByteTokenizer(), "def f():\n\treturn '\u00fc\u4e2d\U0001f600'\0"
+    tokenizer, given = text.ByteTokenizer(), "def f():\n\treturn '\u00fc\u4e2d\U0001f600'\0"
     tokens = tokenizer.tokenize(given)
     assert tokenizer.detokenize([*tokens, tokenizer.eod]) == given
     assert max(tokens) < tokenizer.eod < tokenizer.vocab_size
@@ -48,11 +47,9 @@ def test_tokenizer_round_trip():
 
 
 def test_files_in_name_order_without_binary_and_hidden_ones(folder):
+    """By default those of the standard library."""
     files = text.files(load(data__path=str(folder)))
     assert [f.relative_to(folder).as_posix() for f in files] == ["a.txt", "b.txt", "sub/a.txt"]
-
-
-def test_default_data_is_the_standard_library():
     files = text.files(load(data__path=None))
     assert any(file.match("asyncio/events.py") for file in files)
     assert not [f for f in files if "site-packages" in f.parts or f.suffix != ".py"]
@@ -65,7 +62,7 @@ def test_indexed_files_hold_the_text_of_the_first_start(rank, folder, tmp_path):
     config, kept = load(data__path=str(folder)), tmp_path / "data"
     parallel_state.initialize_model_parallel()
     first = data.gpt_dataset(config, kept)
-    indexed, tokenizer = IndexedDataset(str(kept / "text")), ByteTokenizer()
+    indexed, tokenizer = IndexedDataset(str(kept / "text")), text.ByteTokenizer()
     assert [int(document[-1]) for document in indexed] == [tokenizer.eod] * 3
     texts = [tokenizer.detokenize(document.tolist()) for document in indexed]
     assert texts == ["first\n", "second, with \u00fc and \u4e2d\n", "third\n" * 40]

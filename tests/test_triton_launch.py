@@ -112,9 +112,6 @@ def test_tensors_of_another_dtype_are_refused(kernel):
     run.launch([torch.zeros(1)], (1,), (3,))
     with pytest.raises(AssertionError, match=r"dtypes \[torch.bfloat16\] given, \[torch.float32\]"):
         run.launch([torch.zeros(1, dtype=torch.bfloat16)], (1,), (3,))
-
-
-def test_constexprs_come_last(kernel):
     kernel.arg_names = ["x", "GROUP_M", "N"]
     with pytest.raises(AssertionError, match="constexprs come last"):
         launcher(kernel)

@@ -16,7 +16,6 @@ from ranks import DEVICE, on_device_ranks
 from flux_megatron.overlap import fused, registry
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.tuning import beside, tuner
-from flux_megatron.tuning.beside import NoRoom
 from flux_megatron.tuning.plan_entry import Entry
 from flux_megatron.tuning.timing import Race, race
 
@@ -106,7 +105,7 @@ def test_plans_are_measured_beside_others(rank):
 
 @on_device_ranks(2)
 def test_no_room_for_the_blocks_beside_is_no_measurement(rank):
-    beside._block = mock.Mock(side_effect=NoRoom("no bytes for an all-reduce beside"))
+    beside._block = mock.Mock(side_effect=beside.NoRoom("no bytes for an all-reduce beside"))
     problem = replace(some_problem("ag_gemm"), beside=True)
     assert measured(problem, defaults(problem, "sequential", "pipelined")) is None
 
@@ -135,7 +134,6 @@ def test_no_room_for_operands_on_one_rank_is_known_to_all(rank):
 
 @on_device_ranks(2)
 def test_a_plan_that_fails_later_does_not_take_the_others_with_it(rank):
-    """A plan that was right at first fails among the others."""
     fails = mock.Mock(side_effect=RuntimeError("tired"))
 
     def tired(candidates, **options) -> Race:

@@ -154,7 +154,6 @@ def test_no_range_is_raced_when_the_time_for_races_is_over(rank, tmp_path, takes
 
 @on_device_ranks(2, environment=ON)
 def test_a_new_m_asks_nobody(rank):
-    """What is asked and raced in a run whose calls all have another M."""
     questions: list[str] = []
     ask = Agreement.ask
     tuner.race = FakeRace(lambda name: 1.0 if name == "pipelined" else 100.0)
@@ -204,7 +203,6 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(rank, tmp_path):
 
 @on_device_ranks(2, environment=ON)
 def test_measuring_leaves_the_run_alone(rank):
-    """Measuring draws no numbers from the run's generator and leaves its workspace alone."""
     torch.manual_seed(5)
     before = torch.rand(1, device=DEVICE)
     torch.manual_seed(5)

@@ -77,7 +77,6 @@ def _asked(texts: Iterable[str], extras: set[str]) -> list[Requirement]:
 
 
 def link(packages: Iterable[metadata.Distribution], folder: Path) -> None:
-    """Links in `folder` to all that these distributions have installed."""
     for package in packages:
         for name in {Path(file).parts[0] for file in package.files or ()}:
             target, source = folder / name, Path(str(package.locate_file(name)))
@@ -136,7 +135,6 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def core(wheel, tmp_path_factory):
-    """The commands of a clean environment."""
     return environment(tmp_path_factory.mktemp("core") / "venv", wheel)
 
 
