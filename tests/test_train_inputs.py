@@ -127,7 +127,8 @@ NAMES = [ascii(f"{start.split()[0]}: {row[0][:60]} {row[-1]}") for start, row in
 @pytest.mark.parametrize(("start", "row"), CASES, ids=NAMES)
 def test_a_bad_input_is_one_line(start, row, places, monkeypatch):
     more, *parts = row
-    held = [part(places, monkeypatch) for part in parts if callable(part)]
+    for prepare in filter(callable, parts):
+        prepare(places, monkeypatch)
     line = [word.format(**places) for word in (*start.split(), *more.split())]
     if line[0] == "train":
         tiny = words(places["new"], places["text"])
@@ -139,4 +140,3 @@ def test_a_bad_input_is_one_line(start, row, places, monkeypatch):
         assert callable(part) or part.format(**places) in done.stderr, done.stderr
     assert not places["new"].exists(), "nothing is begun"
     settings.get.cache_clear()
-    del held

@@ -25,6 +25,8 @@ from flux_megatron.lab.train import checkpoint, data, loop, run_folder, text
 from flux_megatron.lab.train.config import TrainConfig
 from flux_megatron.lab.train.model import Trainee, transformer_config
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -82,7 +84,7 @@ def test_ranks_share_every_sample_and_resume_where_they_stopped(monkeypatch):
 
     def take(rank, consumed, count):
         monkeypatch.setattr(parallel_state, "get_data_parallel_rank", lambda: rank)
-        batches = data.microbatches(samples, config, consumed, torch.device("cpu"))
+        batches = data.microbatches(samples, config, consumed, CPU)
         return [next(batches)["tokens"].flatten().tolist() for _ in range(count)]
 
     assert take(0, 0, 3) == [[0, 1], [4, 5], [8, 9]]
@@ -109,7 +111,7 @@ def test_the_optimizer_gets_each_field_of_the_configuration(rank):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
     lr, least, warmup, end = (LOOP[key] for key in ("lr", "min_lr", "warmup_steps", "decay_steps"))
     for train, last in (({}, least), ({"decay_steps": None}, lr)):  # a cosine, and constant
-        trainee = Trainee(config(**train), torch.device("cpu"))
+        trainee = Trainee(config(**train), CPU)
         told, plan = trainee.optimizer.config, trainee.scheduler
         assert (told.lr, told.min_lr, told.weight_decay, told.clip_grad, told.params_dtype) == (
             lr, least, LOOP["weight_decay"], LOOP["clip"], torch.float32
@@ -125,13 +127,13 @@ def test_the_optimizer_gets_each_field_of_the_configuration(rank):
             assert decays == {LOOP["weight_decay"]}
     for tied, position in ((True, "learned_absolute"), (False, "rope")):
         given = {"tied_embeddings": tied, "position_embedding": position}
-        module = Trainee(config(given), torch.device("cpu")).module
+        module = Trainee(config(given), CPU).module
         assert (module.share_embeddings_and_output_weights, module.position_embedding_type) == (
             tied, position
         )  # fmt: skip
         assert (module.max_sequence_length, module.vocab_size) == (24, 320)
     for dtype in ("bfloat16", "float16"):
-        told = Trainee(config(dtype=dtype), torch.device("cpu")).optimizer.config
+        told = Trainee(config(dtype=dtype), CPU).optimizer.config
         given = told.params_dtype, told.bf16, told.fp16
         assert given == (getattr(torch, dtype), dtype == "bfloat16", dtype == "float16")
 
@@ -185,13 +187,10 @@ def test_a_step_is_confirmed_and_moves_the_schedule_only_with_an_update(monkeypa
 @on_cpu_ranks(2)
 def test_all_ranks_stop_where_one_has_the_signal(rank):
     stop = loop.StopRequest()
-    assert not stop.agreed(torch.device("cpu"))
+    assert not stop.agreed(CPU)
     if rank == 1:
         signal.raise_signal(signal.SIGTERM)
-    assert stop.agreed(torch.device("cpu"))
-
-
-CPU = torch.device("cpu")
+    assert stop.agreed(CPU)
 
 
 TEXTS = [(torch.arange(33) * (index + 3)) % 250 for index in range(8)]
