@@ -1,14 +1,11 @@
-"""The examples of docs/pytorch.md for `parallelize_module` and Hugging Face: they train as the
-models of one process do. Its first example has `test_plain_example.py`.
-"""
-
-from __future__ import annotations
+"""The examples of docs/pytorch.md: they train as the models of one process do."""
 
 import contextlib
 import importlib.util
 import io
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -22,25 +19,29 @@ from ranks import run_ranks
 from torch import nn
 
 PAGE = Path(__file__).parents[1] / "docs" / "pytorch.md"
-PLAN, HUGGING_FACE = "A plan of parallelize_module", "A Hugging Face model"  # its sections
+# its sections
+PLAIN, PLAN, HUGGING_FACE = "", "A plan of parallelize_module", "A Hugging Face model"
 ENVIRONMENT = {"FLUX_MEGATRON_STRATEGY": "sequential", "BACKEND": "eager"}
 LIMIT_S = 300  # other tests may run beside it
 TRANSFORMERS = importlib.util.find_spec("transformers") is not None
-
-
-def section(title: str) -> str:
-    return PAGE.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+OF_LAYERS = "from flux_megatron.nn import ColumnParallelLinear, RowParallelLinear, sum_gradient\n"
+UNSHARDED = """
+ColumnParallelLinear = RowParallelLinear = torch.nn.Linear
+sum_gradient = lambda parameter: parameter
+"""
 
 
 def example(title: str) -> str:
-    """The block of Python of a section."""
-    found = re.findall(r"```python\n(.*?)```", section(title), re.DOTALL)
-    assert len(found) == 1, f"{title} has {len(found)} blocks of Python"
-    return found[0]
+    """The block of Python of a section; the first block of the page."""
+    text = PAGE.read_text()
+    if not title:
+        return re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    section = text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+    (found,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    return found
 
 
 def without(title: str, pattern: str) -> str:
-    """The example without the lines that a pattern matches."""
     source, count = re.subn(pattern, "", example(title), flags=re.MULTILINE)
     assert count, pattern
     return source
@@ -62,6 +63,32 @@ def losses(source: str, ranks: int, *args) -> list[float]:
     return run_ranks(run, ranks, source, *args, environment=ENVIRONMENT, limit_s=LIMIT_S)[0]
 
 
+def by_forks(folder: Path) -> list[float]:
+    return run_ranks(run, 2, example(PLAIN))[0]
+
+
+def by_torchrun(folder: Path) -> list[float]:
+    script = folder / "train.py"
+    script.write_text(example(PLAIN))
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    printed = subprocess.run(
+        [sys.executable, *command], check=True, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"},
+    ).stdout  # fmt: skip
+    return [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+
+
+@pytest.mark.parametrize("start", [by_forks, pytest.param(by_torchrun, marks=pytest.mark.slow)])
+def test_the_first_example_trains_as_the_unsharded_model(start, tmp_path):
+    made = start(tmp_path)
+    assert OF_LAYERS in example(PLAIN)
+    unsharded = losses(example(PLAIN).replace(OF_LAYERS, UNSHARDED), 1)
+    assert made == pytest.approx(unsharded, abs=2e-6)  # it prints six digits
+    assert len(made) == 10
+    assert made == sorted(made, reverse=True)
+    assert made[-1] < 0.5 * made[0]
+
+
 def falling(made: list[float]) -> None:
     assert len(made) == 5
     assert made == sorted(made, reverse=True)
@@ -80,16 +107,10 @@ def test_the_plan_trains_as_pytorch_s_styles_and_as_one_process():
     assert ours == pytest.approx(losses(alone, 1), abs=2e-6)
 
 
-@pytest.mark.parametrize(
-    "stand_in",
-    [
-        True,
-        pytest.param(
-            False,
-            marks=pytest.mark.skipif(not TRANSFORMERS, reason="transformers is not installed"),
-        ),
-    ],
-)
+INSTALLED = pytest.mark.skipif(not TRANSFORMERS, reason="transformers is not installed")
+
+
+@pytest.mark.parametrize("stand_in", [True, pytest.param(False, marks=INSTALLED)])
 def test_the_swapped_mlps_train_as_the_model_does(stand_in):
     ours = losses(example(HUGGING_FACE), 2, stand_in)
     falling(ours)
@@ -102,28 +123,24 @@ def llama() -> ModuleType:
     """What the example needs of transformers: names of modules and of their weights."""
 
     class Mlp(nn.Module):
-        def __init__(self, c: SimpleNamespace) -> None:
+        def __init__(self, width: int, inner: int) -> None:
             super().__init__()
-            self.gate_proj, self.up_proj = (
-                nn.Linear(c.hidden_size, c.intermediate_size, bias=False) for _ in range(2)
-            )
-            self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+            self.gate_proj, self.up_proj = (nn.Linear(width, inner, bias=False) for _ in range(2))
+            self.down_proj = nn.Linear(inner, width, bias=False)
             self.act_fn = nn.SiLU()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
-    class Layer(nn.Module):
-        def __init__(self, c: SimpleNamespace) -> None:
-            super().__init__()
-            self.mlp, self.norm = Mlp(c), nn.RMSNorm(c.hidden_size)
+    def layer(width: int, inner: int) -> nn.ModuleDict:
+        return nn.ModuleDict({"mlp": Mlp(width, inner), "norm": nn.RMSNorm(width)})
 
     class Llama(nn.Module):
         def __init__(self, c: SimpleNamespace) -> None:
             super().__init__()
-            self.model = nn.Module()
-            self.model.embed = nn.Embedding(c.vocab_size, c.hidden_size)
-            self.model.layers = nn.ModuleList(Layer(c) for _ in range(c.num_hidden_layers))
+            layers = (layer(c.hidden_size, c.intermediate_size) for _ in range(c.num_hidden_layers))
+            embed = nn.Embedding(c.vocab_size, c.hidden_size)
+            self.model = nn.ModuleDict({"embed": embed, "layers": nn.ModuleList(layers)})
 
         def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
             x = self.model.embed(input_ids)

@@ -2,8 +2,6 @@
 first call may come in a mode and training outside, or the other way round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -35,30 +33,22 @@ STRATEGIES = ("sequential", "pipelined", "fused", "low_latency", "signalled")
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def switched(switch: Callable, on: object, off: object):
+    switch(on)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        switch(off)
 
 
-@contextmanager
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+bf16_by_default = partial(switched, torch.set_default_dtype, torch.bfloat16, torch.float32)
 
 
 @contextmanager
 def side_stream():
-    with torch.cuda.stream(torch.cuda.Stream()) if DEVICE == "cuda" else nullcontext():
+    with torch.cuda.stream(torch.cuda.Stream()):
         yield
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
 
 
 class Counting(torch.utils._python_dispatch.TorchDispatchMode):
@@ -72,10 +62,10 @@ MODES: dict[str, Callable[[], AbstractContextManager]] = {
     "inference": torch.inference_mode,
     "no_grad": torch.no_grad,
     "autocast": lambda: torch.autocast(DEVICE, torch.bfloat16),
-    "default dtype": lambda: default_dtype(torch.bfloat16),
+    "default dtype": bf16_by_default,
     "default device": lambda: torch.device("meta"),
-    "deterministic": deterministic,
-    "stream": side_stream,
+    "deterministic": partial(switched, torch.use_deterministic_algorithms, True, False),
+    "stream": side_stream if DEVICE == "cuda" else nullcontext,
     "dispatch mode": Counting,
     "functorch": nullcontext,
 }
@@ -83,7 +73,6 @@ EVERY = MODES | {"fake": FakeTensorMode}  # under which operands of operators ar
 
 
 def within(mode: str, work: Callable[[], list[Tensor]]) -> list[Tensor]:
-    """What `work` gives in the mode."""
     if mode != "functorch":
         with EVERY[mode]():
             return work()
@@ -97,69 +86,57 @@ def within(mode: str, work: Callable[[], list[Tensor]]) -> list[Tensor]:
     return found
 
 
+def compare(mode: str, work: Callable[[], list[Tensor]], *right: Tensor) -> None:
+    for result, expected in zip(within(mode, work), right, strict=True):
+        assert_exact(result.clone(), expected, mode)
+
+
 def forward(rank: int, mode: str, rows: int) -> None:
-    """Each pattern in the mode, exactly."""
     group, options = dist.group.WORLD, {"dtype": torch.float32, "kept": 0.5}
     cases = [Case(pattern, rows, 16, 24, **options) for pattern in ("ag_gemm", "gemm_rs")]
     given = [operands(case, 2) for case in cases]
     x, w = given[1].x, given[1].w
     both = [t[rank].to(DEVICE) for t in (x, w)]
-    results = within(
-        mode,
-        lambda: [
-            *[call(case, one, group) for case, one in zip(cases, given, strict=True)],
-            ops.gemm_all_reduce(*both, group),
-        ],
-    )
-    right = [*[one.expected[rank] for one in given], reference.gemm_all_reduce(x, w)[rank]]
-    for result, expected in zip(results, right, strict=True):
-        assert_exact(result.clone(), expected, f"{mode}, {rows} rows")
+
+    def work() -> list[Tensor]:
+        calls = [call(case, one, group) for case, one in zip(cases, given, strict=True)]
+        return [*calls, ops.gemm_all_reduce(*both, group)]
+
+    right = [one.expected[rank] for one in given]
+    compare(mode, work, *right, reference.gemm_all_reduce(x, w)[rank])
 
 
 def experts(rank: int, mode: str, rows: int) -> None:
-    made = test_expert_parallel.operands(
-        test_expert_parallel.even, 2, 3, rows, 16, torch.float32, "nt", 0
-    )
+    tests, group = test_expert_parallel, dist.group.WORLD
+    made = tests.operands(tests.even, 2, 3, rows, 16, torch.float32, "nt", 0)
     x, w, v, counts = (one[rank].to(DEVICE) for one in (made.x, made.w, made.v, made.counts))
-    group = dist.group.WORLD
 
     def work() -> list[Tensor]:
         hidden, _ = expert_ops.a2a_gemm(x, w, counts, group, capacity=made.capacity)
         return [hidden, expert_ops.gemm_a2a(hidden, v, counts, group, tokens=len(x))]
 
-    for result, expected in zip(
-        within(mode, work), test_expert_parallel.expected(made, "nt"), strict=False
-    ):
-        assert_exact(result.clone(), expected[rank], f"experts, {mode}, {rows}")
+    hidden, y, *_ = tests.expected(made, "nt")
+    compare(mode, work, hidden[rank], y[rank])
 
 
 def bags(rank: int, mode: str, rows: int) -> None:
     case = test_embedding.Case((1, 2), samples=rows)
     made = case.operands(0)
-    weight, indices, offsets, _ = (one.to(DEVICE) for one in made[rank])
-    (result,) = within(
-        mode,
-        lambda: [
-            flux_megatron.embedding_all_to_all(
-                weight, indices, offsets, dist.group.WORLD, tables=case.tables
-            )
-        ],
-    )
-    assert_exact(result.clone(), case.expected(made, rank)[0], f"bags, {mode}, {rows}")
+    given = [one.to(DEVICE) for one in made[rank][:3]]
+    operate = partial(flux_megatron.embedding_all_to_all, *given, dist.group.WORLD)
+    compare(mode, lambda: [operate(tables=case.tables)], case.expected(made, rank)[0])
 
 
 def assert_lasting() -> None:
     """No tensor that a workspace holds belongs to a mode."""
-    seen: set[int] = set()
+    seen: dict[int, object] = {}
     held: list[object] = list(workspaces())
-    tensors = 0
     while held:
         one = held.pop()
         if id(one) in seen:
             continue
-        seen.add(id(one))
+        seen[id(one)] = one
         if isinstance(one, Tensor):
-            tensors += 1
             assert type(one) is Tensor
             assert not one.is_inference()
             assert not torch._C._functorch.is_functorch_wrapped_tensor(one)
@@ -170,7 +147,7 @@ def assert_lasting() -> None:
             held += one.values()
         elif type(one).__module__.startswith("flux_megatron"):
             held += getattr(one, "__dict__", {}).values()  # lists of driver calls have none
-    assert tensors > 0
+    assert any(isinstance(one, Tensor) for one in seen.values())
 
 
 def train(rank: int, rows: int) -> None:
@@ -231,6 +208,6 @@ def test_lasting_leaves_gradients_off():
 @on_device_ranks(1)
 def test_times_have_a_dtype_of_their_own(rank):
     """Microseconds in bf16 would be off by 0.4 %, as much as plans differ."""
-    with default_dtype(torch.bfloat16):
+    with bf16_by_default():
         found = timing._slowest([lambda: None], dist.group.WORLD, here(), 1, None)
     assert found.dtype == torch.float64

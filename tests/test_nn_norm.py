@@ -1,7 +1,5 @@
 """The norms beside torch's, against fp64; interpreted where there is no GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from closeness import assert_as_close_as, assert_exact, largest_error
@@ -26,28 +24,24 @@ def _kernels_on_any_device(monkeypatch):
     """And whatever they do not write is NaN."""
     monkeypatch.setattr(norm, "INTERPRET", True)
     original = torch.Tensor.new_empty
-
-    def poisoned(self: Tensor, *args, **kwargs) -> Tensor:
-        return original(self, *args, **kwargs).fill_(torch.nan)
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    monkeypatch.setattr(
+        torch.Tensor,
+        "new_empty",
+        lambda *given, **named: original(*given, **named).fill_(torch.nan),
+    )
 
 
 def operands(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     """x with rows that are no zero in the mean, the parameters; dy."""
     random = torch.Generator().manual_seed(len(shape) * shape[-1])
-
-    def draw(*size: int) -> Tensor:
-        return torch.randn(size, generator=random)
-
-    x = 3 * draw(*shape) + draw(*shape[:-1], 1)
-    made = [x, draw(shape[-1])]
-    if kind == "layer_norm":
-        made.append(draw(shape[-1]))
-    return [t.to(DEVICE, dtype) for t in made], draw(*shape).to(DEVICE, dtype)
+    sizes = [shape, (*shape[:-1], 1), shape, *[shape[-1:]] * (2 if kind == "layer_norm" else 1)]
+    x, mean, dy, *parameters = (torch.randn(size, generator=random) for size in sizes)
+    return [t.to(DEVICE, dtype) for t in (3 * x + mean, *parameters)], dy.to(DEVICE, dtype)
 
 
-def run(module, kind: str, leaves: list[Tensor], dy: Tensor, zero_centered: bool) -> list[Tensor]:
+def run(
+    module, kind: str, leaves: list[Tensor], dy: Tensor, zero_centered: bool = False
+) -> list[Tensor]:
     """y and the gradients of x, weight and bias."""
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     y = getattr(module, kind.split()[0])(*leaves, eps=EPS, zero_centered=zero_centered)
@@ -62,23 +56,23 @@ def by_torch(*args) -> list[Tensor]:
         return run(norm, *args)
 
 
-def in_fp64(kind: str, leaves: list[Tensor], dy: Tensor, zero_centered: bool) -> list[Tensor]:
-    wide = [leaf.cpu().double() for leaf in leaves]
-    return run(reference, kind, wide, dy.cpu().double(), zero_centered)
-
-
 def check(
-    ours: list[Tensor], theirs: list[Tensor], true: list[Tensor], cancelled: float = 0.0
-) -> None:
+    kind: str, leaves: list[Tensor], dy: Tensor, zero_centered: bool = False, cancelled: float = 0.0
+) -> list[Tensor]:
     """At most twice torch's error, or two roundings of the largest value: in a handful of numbers
     torch's own error is luck. Where dx is 0, of what was `cancelled`.
     """
+    wide = [leaf.cpu().double() for leaf in leaves]
+    ours = run(norm, kind, leaves, dy, zero_centered)
+    theirs = by_torch(kind, leaves, dy, zero_centered)
+    true = run(reference, kind, wide, dy.cpu().double(), zero_centered)
     for what, *three in zip(("y", "dx", "dweight", "dbias"), ours, theirs, true, strict=False):
         got, _, exact = three
         largest = exact.abs().max().item() or (cancelled if what == "dx" else 0.0)
         roundings = 2 * torch.finfo(got.dtype).eps * largest
         if not largest_error(got, exact) <= roundings:
             assert_as_close_as(*three, what)
+    return ours
 
 
 @pytest.mark.parametrize("zero_centered", [False, True], ids=["weight", "1+weight"])
@@ -87,23 +81,20 @@ def check(
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_close_to_the_reference_as_torch(kind, shape, dtype, zero_centered):
     leaves, dy = operands(kind, shape, dtype)
-    case = (kind, leaves, dy, zero_centered)
     # Of one column LayerNorm's dx is dy gamma / sqrt(eps) less itself: with a fused multiply-add
     # one of the two is not rounded.
     gamma = leaves[1] + 1.0 if zero_centered else leaves[1]
     cancelled = (dy * gamma).abs().max().item() / EPS**0.5 if shape[-1] == 1 else 0.0
-    check(run(norm, *case), by_torch(*case), in_fp64(*case), cancelled)
+    check(kind, leaves, dy, zero_centered, cancelled)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_residual_kept_in_fp32(kind):
     """bf16 parameters: so is y, and dx is fp32."""
     (x, *parameters), dy = operands(kind, (3, 5, 40), torch.bfloat16)
-    case = (kind, [x.float() + 2**-12, *parameters], dy, False)
-    y, dx, *gradients = run(norm, *case)
-    assert (y.dtype, dx.dtype) == (torch.bfloat16, torch.float32)
-    assert all(gradient.dtype is torch.bfloat16 for gradient in gradients)
-    check([y, dx, *gradients], by_torch(*case), in_fp64(*case))
+    found = check(kind, [x.float() + 2**-12, *parameters], dy)
+    dtypes = [torch.bfloat16, torch.float32, *[torch.bfloat16] * len(parameters)]
+    assert [one.dtype for one in found] == dtypes
 
 
 def test_rows_are_taken_as_they_lie():
@@ -122,7 +113,7 @@ def test_rows_are_taken_as_they_lie():
 
 
 def test_the_same_bits_each_time():
-    case = ("layer_norm", *operands("layer_norm", (300, 100), torch.float32), False)
+    case = ("layer_norm", *operands("layer_norm", (300, 100), torch.float32))
     for first, second in zip(run(norm, *case), run(norm, *case), strict=True):
         assert_exact(first, second)
 
@@ -142,11 +133,9 @@ def test_caller_may_modify_the_result():
 
 
 def test_no_rows():
-    leaves, dy = operands("layer_norm", (0, 24), torch.float32)
-    y, dx, dweight, dbias = run(norm, "layer_norm", leaves, dy, False)
+    y, dx, *gradients = run(norm, "layer_norm", *operands("layer_norm", (0, 24), torch.float32))
     assert y.shape == dx.shape == (0, 24)
-    assert not dweight.any()
-    assert not dbias.any()
+    assert not torch.stack(gradients).any()
 
 
 @pytest.mark.parametrize(

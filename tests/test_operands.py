@@ -1,6 +1,8 @@
-"""What a caller may give: wrappers, addresses, strides, dtypes of a bias, and no rows at all."""
+"""What a caller may give: wrappers, addresses, strides, dtypes of a bias, and no rows at all; and
+derivatives of gradients (create_graph=True): those of one process, or one clear error.
+"""
 
-from __future__ import annotations
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,8 +18,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import flux_megatron
 from flux_megatron.lab.reference import all_gather_gemm
+from flux_megatron.nn import functions
 from flux_megatron.nn.functions import column_parallel_linear, local_linear, row_linear
-from flux_megatron.overlap import operands
+from flux_megatron.nn.norm import rms_norm
+from flux_megatron.nn.replicated import sum_gradient
+from flux_megatron.overlap import differentiable, operands
+from flux_megatron.wgrad import IntoMainGrad
 
 STRATEGIES = ["fused", "pipelined", "sequential"]
 
@@ -49,11 +55,8 @@ def test_any_address_and_any_strides(rank):
     whole = gemv(x, w.detach(), dist.group.WORLD)
     for one in strange(w.detach()):
         assert_exact(gemv(x, one, dist.group.WORLD), whole, "gemv")
-
-
-def test_aligned_rows_are_not_copied():
     x = torch.ones(4, 8)
-    assert operands.memory("x", x) is x
+    assert operands.memory("x", x) is x, "aligned rows are not copied"
     assert operands.memory("x", x[:, :4], contiguous=False).data_ptr() == x.data_ptr()
 
 
@@ -67,9 +70,7 @@ def test_tensors_that_stand_for_others(rank):
     under_way = functional.reduce_scatter_tensor(parts, "sum", 0, group)
     assert_exact(apply(made, under_way, w, bias), made.y[rank], "AsyncCollectiveTensor")
     mesh = init_device_mesh(here().type, (R,))
-    sharded = [DTensor.from_local(t, mesh, [Shard(0)]) for t in (x, w, bias)]
-    for tensor in sharded:
-        tensor.requires_grad_()
+    sharded = [DTensor.from_local(t, mesh, [Shard(0)]).requires_grad_() for t in (x, w, bias)]
     y = apply(made, *sharded)
     assert_exact(y, made.y[rank], "DTensor")
     y.backward(made.dy[rank].to(y.device))
@@ -85,51 +86,111 @@ def test_tensors_that_stand_for_others(rank):
 
 @on_device_ranks(2, environment=FUSED)
 def test_a_bias_of_another_dtype_is_added_as_torch_adds_it(rank):
-    """An fp32 bias, as of a model whose biases are kept in fp32: added and returned as by torch."""
     group = dist.group.WORLD
-    given = [
-        small_integers((4, 8), torch.bfloat16, torch.Generator().manual_seed(r)) for r in (0, 1)
-    ]
+    given = small_integers((2, 4, 8), torch.bfloat16, torch.Generator().manual_seed(0))
     x, w = given[0].to(here()), given[1].to(here()).requires_grad_()
     bias = torch.full((4,), 0.5, device=here(), requires_grad=True)
     y = column_parallel_linear(x, w, bias, group=group)
-    wanted = all_gather_gemm([given[0]] * 2, [given[1]] * 2)[rank] + 0.5
-    assert y.dtype is torch.float32
-    assert_exact(y, wanted.float(), "y")
+    wanted = (all_gather_gemm([given[0]] * 2, [given[1]] * 2)[rank] + 0.5).float()
+    assert_exact(y, wanted, "y")
     plain = flux_megatron.all_gather_gemm(x, w.detach(), group, bias=bias.detach())
-    assert_exact(plain, wanted.float(), "y of the operation")
+    assert_exact(plain, wanted, "y of the operation")
     y.sum().backward()
-    assert bias.grad.dtype is torch.float32
     assert_exact(bias.grad, torch.full((4,), 8.0), "db")
     assert w.grad.dtype is torch.bfloat16
-
-
-def empty(kind: str, R: int) -> Layer:
-    def shards(*shape: int) -> list[Tensor]:
-        return [torch.zeros(shape) for _ in range(R)]
-
-    x, y, w = shards(0, 3, 16), shards(0, 3, 8), shards(8, 16)
-    bias = None if kind == "row" else shards(8)
-    return Layer(kind, torch.float32, x, w, bias, y, y, x, w, shards(8))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_device_ranks("world_size", environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
 def test_an_empty_micro_batch(rank):
-    R = dist.get_world_size()
+    shapes = (0, 3, 16), (0, 3, 8), (8, 16), (8,)
+    x, y, w, bias = ([torch.zeros(shape)] * dist.get_world_size() for shape in shapes)
     for kind in ("column", "row", "local"):
-        made = empty(kind, R)
+        given = None if kind == "row" else bias
+        made = Layer(kind, torch.float32, x, w, given, y, y, x, w, bias)
         check(made, rank)
         check(made, rank, "x")
-    x = torch.ones(0, 3, 16, device=here(), requires_grad=True)
-    w = torch.ones(8, 16, device=here(), requires_grad=True)
-    for y in (
-        row_linear(x, w, group=dist.group.WORLD),
-        local_linear(x, w, None, allreduce_group=dist.group.WORLD),
-    ):
+    x, w = (torch.ones(s, device=here(), requires_grad=True) for s in ((0, 3, 16), (8, 16)))
+    group = dist.group.WORLD
+    for y in (row_linear(x, w, group=group), local_linear(x, w, None, allreduce_group=group)):
         assert y.shape == (0, 3, 8)
         y.sum().backward()
         assert_exact(w.grad, torch.zeros(8, 16), "dw")
         assert x.grad.shape == x.shape
     assert flux_megatron.report().total == 0, "no rows, no call"
+
+
+S, K, N = 8, 12, 16
+column, row = functions.column_parallel_linear, functions.row_parallel_linear
+
+
+def whole() -> list[Tensor]:
+    """x [S, 2, K], the weights [N, K] and [K, N] of two layers, and that of a norm [K]."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (S, 2, K), (N, K), (K, N), (K,)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def penalty(
+    y: Tensor, x: Tensor, gamma: Tensor, weights: list[Tensor], whole: Callable = lambda t: t
+) -> Tensor:
+    """What a gradient penalty minimizes. `whole` sums over all ranks what is of a rank's shards.
+    Every rank has the whole gradient of gamma.
+    """
+    given = [x, gamma, *weights]
+    dx, d_gamma, *dws = torch.autograd.grad(y.pow(2).sum(), given, create_graph=True)
+    of_weights = whole(sum(dw.pow(2).sum() for dw in dws)) + d_gamma.pow(2).sum()
+    return y.pow(2).sum() + dx.pow(2).sum() + 0.1 * of_weights
+
+
+def expected() -> list[Tensor]:
+    given = [tensor.requires_grad_() for tensor in whole()]
+    x, first, second, gamma = given
+    y = torch.tanh(torch.nn.functional.rms_norm(x, (K,), gamma, 1e-5) @ first.t()) @ second.t()
+    return list(torch.autograd.grad(penalty(y, x, gamma, [first, second]), given))
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_device_ranks("world_size")
+def test_second_derivatives_are_those_of_one_process(rank, sequence):
+    R, group = dist.get_world_size(), dist.group.WORLD
+
+    def local(x: Tensor, first: Tensor, second: Tensor, gamma: Tensor) -> list[Tensor]:
+        mine = x.chunk(R)[rank] if sequence else x
+        return [mine, first.chunk(R)[rank], second.chunk(R, 1)[rank].contiguous(), gamma]
+
+    given = [one.to(here(), torch.float32).clone().requires_grad_() for one in local(*whole())]
+    x, first, second, gamma = given
+    # each rank has its rows' part of the gradient
+    normed = rms_norm(x, sum_gradient(gamma, group=group) if sequence else gamma, eps=1e-5)
+    if sequence:
+        y = row(torch.tanh(column(normed, first, None, group=group)), second, group=group)
+        loss = penalty(y, x, gamma, [first, second])
+    else:
+        inner = local_linear(normed, first, None, allreduce_group=group)
+        y = row_linear(torch.tanh(inner), second, group=group)
+        loss = penalty(y, x, gamma, [first, second], lambda t: differentiable.reduce(t, group))
+    gradients = torch.autograd.grad(loss, given)
+    for got, want in zip(gradients, local(*expected()), strict=True):
+        torch.testing.assert_close(
+            got.double().cpu(), want, rtol=1e-3, atol=1e-3 * want.abs().max()
+        )
+    assert any("create_graph" in reason for _, reason in flux_megatron.report().fallbacks)
+
+
+@on_device_ranks(2)
+def test_what_cannot_be_differentiated_again_is_an_error(rank):
+    group = dist.group.WORLD
+    x, w = (tensor.float().to(here()).requires_grad_() for tensor in whole()[:2])
+    into = IntoMainGrad(torch.zeros_like(w))
+    for make in (
+        lambda: column(x, w, None, group=group, wgrad=into),
+        lambda: column(x, w, None, group=group, save_gathered=True),
+        lambda: column(x, w, None, group=group, dy_buffer=[]),
+        lambda: row(x, w, group=group, wgrad=into),
+        lambda: row_linear(x, w, group=group, wgrad=into),
+    ):
+        with pytest.raises(RuntimeError, match="create_graph=True given, but weight gradients"):
+            torch.autograd.grad(make().sum(), x, create_graph=True)

@@ -1,48 +1,41 @@
 """The two operations in real processes: exact on integers, else as close to fp64 as plain torch."""
 
-from __future__ import annotations
-
 import itertools
 import random
+from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import ON_HOPPER, Case, Operands, call, check, expected, hopper_cases
 from closeness import assert_as_close_as
-from ranks import DEVICE, FUSED, SHARED, be_late, on_device, on_device_ranks
+from ranks import DEVICE, FUSED, SHARED, be_late, on_device_ranks
 
 import flux_megatron
 from flux_megatron import errors
+from flux_megatron.overlap import sequential
 from flux_megatron.problem import Plan, Tile
 
 PATTERNS = ["ag_gemm", "gemm_rs"]
 STRATEGIES = ["fused", "pipelined", "sequential"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYOUTS = ["nt", "nn"]
+ASKED = {"FLUX_MEGATRON_STRATEGY": "{strategy}"}  # of calls without a plan
+NO_FLOAT64 = "dtype float64 is none of float32, bfloat16, float16"
 # (M_shard, N_local, K_local): single elements, below, at and beyond one tile
 SHAPES = [(1, 1, 1), (16, 16, 16), (13, 7, 5), (33, 18, 24), (20, 33, 17), (70, 17, 19)]
 SMALL, WIDE, TALL = Tile(16, 16, 16), Tile(16, 64, 32, group_m=1), Tile(64, 16, 16, group_m=2)
 # communication tiles: the shard, one row (more than there are slots for 70 rows), ragged, too large
+TILES = {0: SMALL, 1: SMALL, 7: WIDE, 24: TALL, 1000: TALL}
 PLANS = {
-    "fused": [
-        None,
-        Plan("fused", tile=SMALL),
-        Plan("fused", comm_rows=1, tile=SMALL),
-        Plan("fused", comm_rows=7, tile=WIDE),
-        Plan("fused", comm_rows=24, tile=TALL),
-        Plan("fused", comm_rows=1000, tile=TALL),
-    ],
+    "fused": [None, *(Plan("fused", rows, tile) for rows, tile in TILES.items())],
     "pipelined": [
-        Plan("pipelined"),
-        Plan("pipelined", comm_rows=1),
-        Plan("pipelined", comm_rows=7),
-        Plan("pipelined", comm_rows=1000),
-        Plan("pipelined", splits=1),
+        *(Plan("pipelined", rows) for rows in (0, 1, 7, 1000)), Plan("pipelined", splits=1)
     ],
     "sequential": [Plan("sequential")],
-}
+}  # fmt: skip
 
 
 def cases_of(pattern: str, strategy: str, count: int) -> list[Case]:
@@ -57,34 +50,32 @@ def cases_of(pattern: str, strategy: str, count: int) -> list[Case]:
     ]
 
 
-def run_cases(rank: int, cases: list[Case]) -> dict[tuple[str, str], int]:
+def check_all(cases: list[Case], strategy: str) -> None:
+    """And that the strategy runs them."""
     for case in cases:
         check(case)
-    return flux_megatron.report().calls
+    counted = Counter((case.pattern, strategy) for case in cases)
+    assert flux_megatron.report().calls == counted
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_exact(world_size, pattern, strategy):
-    count = min(
-        {1: 24, 2: 24, 3: 18, 4: 12, 8: 6}[world_size], 24 if strategy != "sequential" else 12
-    )
-    cases = cases_of(pattern, strategy, count)
+@on_device_ranks("world_size", environment=ASKED)
+def test_exact(rank, world_size, pattern, strategy):
+    count = {1: 24, 2: 24, 3: 18, 4: 12, 8: 6}[world_size]
+    cases = cases_of(pattern, strategy, min(count, 12 if strategy == "sequential" else 24))
     if world_size == 1:  # without a plan one rank has nothing to overlap
         cases = [replace(c, plan=c.plan or Plan("fused")) for c in cases]
-    environment = {"FLUX_MEGATRON_STRATEGY": strategy}  # of the cases without a plan
-    for calls in on_device(run_cases, world_size, cases, environment=environment):
-        assert calls == {(pattern, strategy): len(cases)}
+    check_all(cases, strategy)
 
 
 @pytest.mark.skipif(not ON_HOPPER, reason="`hopper` needs GPUs of compute capability 9")
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_hopper_is_exact(world_size, pattern):
-    cases = hopper_cases(pattern, world_size)
-    for calls in on_device(run_cases, world_size, cases):
-        assert calls == {(pattern, "hopper"): len(cases)}
+@on_device_ranks("world_size")
+def test_hopper_is_exact(rank, world_size, pattern):
+    check_all(hopper_cases(pattern, world_size), "hopper")
 
 
 @on_device_ranks(2)
@@ -102,27 +93,20 @@ def test_every_dtype_layout_shape_and_plan_is_drawn():
         assert {(c.dtype, c.layout) for c in drawn} == {*itertools.product(DTYPES, LAYOUTS)}
 
 
-def default_plans(rank: int) -> dict[tuple[str, str], int]:
-    for pattern, dtype, layout in itertools.product(PATTERNS, DTYPES, LAYOUTS):
-        check(Case(pattern, 40, 24, 16, dtype=dtype, layout=layout))
-    return flux_megatron.report().calls
+# on GPUs too few rows to overlap; interpreted, nothing is known and the first strategy runs
+CHOSEN = "fused" if DEVICE == "cpu" else "sequential"
+UNKNOWN = pytest.mark.skipif(SHARED, reason="one GPU has no link to itself: nothing is predicted")
 
 
 @pytest.mark.parametrize(
-    ("setting", "strategy"),
-    # on GPUs too few rows to overlap; interpreted, nothing is known and the first strategy runs
-    [("auto", "fused" if DEVICE == "cpu" else "sequential"), *[(s, s) for s in STRATEGIES]],
-)
-def test_the_strategy_setting_decides(setting, strategy):
-    if SHARED and setting == "auto":
-        pytest.skip("one GPU has no link to itself: nothing is predicted")
-    for calls in on_device(default_plans, 2, environment={"FLUX_MEGATRON_STRATEGY": setting}):
-        assert calls == {("ag_gemm", strategy): 6, ("gemm_rs", strategy): 6}
-
-
-def test_one_rank_has_nothing_to_overlap():
-    (calls,) = on_device(default_plans, 1)
-    assert calls == {("ag_gemm", "sequential"): 6, ("gemm_rs", "sequential"): 6}
+    ("world_size", "strategy", "runs"),
+    [(1, "auto", "sequential"), pytest.param(2, "auto", CHOSEN, marks=UNKNOWN),
+     *[(2, strategy, strategy) for strategy in STRATEGIES]],
+)  # fmt: skip
+@on_device_ranks("world_size", environment=ASKED)
+def test_the_strategy_setting_decides_where_there_is_something_to_overlap(rank, runs):
+    kinds = itertools.product(PATTERNS, DTYPES, LAYOUTS)
+    check_all([Case(p, 40, 24, 16, dtype=dtype, layout=layout) for p, dtype, layout in kinds], runs)
 
 
 @on_device_ranks(2)
@@ -131,24 +115,21 @@ def test_float64_falls_back_and_says_why(rank):
         check(Case(pattern, 72, 5, 7, dtype=torch.float64))
         check(Case(pattern, 72, 5, 7, dtype=torch.float64, seed=1))
     report = flux_megatron.report()
-    calls, fallbacks = report.calls, report.fallbacks
-    assert calls == {("ag_gemm", "sequential"): 2, ("gemm_rs", "sequential"): 2}
-    why = "dtype float64 is none of float32, bfloat16, float16"
-    assert fallbacks == {("ag_gemm", why): 2, ("gemm_rs", why): 2}
+    assert report.calls == {(pattern, "sequential"): 2 for pattern in PATTERNS}
+    assert report.fallbacks == {(pattern, NO_FLOAT64): 2 for pattern in PATTERNS}
 
 
-@on_device_ranks(2, environment={"FLUX_MEGATRON_STRICT": "1"})
+@on_device_ranks(2, environment=FUSED | {"FLUX_MEGATRON_STRICT": "1"})
 def test_strict_mode_refuses_float64_and_nothing_else(rank):
-    said = []
+    """Before the call, so no rank has begun it."""
     for pattern in PATTERNS:
-        with pytest.raises(errors.FallbackRefused) as caught:
+        begun = mock.patch.object(sequential, pattern, side_effect=KeyError)
+        said = f"^{pattern} cannot be overlapped: {NO_FLOAT64}$"
+        with begun, pytest.raises(errors.FallbackRefused, match=said):
             check(Case(pattern, 6, 5, 7, dtype=torch.float64))
-        said.append(str(caught.value))
-        check(Case(pattern, 6, 5, 7))
-    assert said == [
-        f"{p} cannot be overlapped: dtype float64 is none of float32, bfloat16, float16"
-        for p in PATTERNS
-    ]
+        assert flux_megatron.report().fallbacks == {}
+        check_all([Case(pattern, 6, 5, 7)], "fused")
+        flux_megatron.reset_report()
 
 
 def random_operands(case: Case, world_size: int) -> Operands:

@@ -2,8 +2,6 @@
 after call; what goes wrong is reported; and docs/extend.md shows the script's own lines.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect
@@ -11,6 +9,7 @@ import re
 import sys
 import textwrap
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -19,8 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from cases import ON_HOPPER
+from closeness import assert_exact
 from own_kernel_cases import EPS, SCRIPTS, exact_shard, exact_weight, expected
-from ranks import DEVICE, be_late, here, on_cpu_ranks, on_device, on_device_ranks, run_ranks
+from ranks import DEVICE, be_late, here, on_cpu_ranks, on_device, on_device_ranks
 
 import flux_megatron
 from flux_megatron import errors
@@ -39,12 +39,12 @@ def script(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def wrong_elements(rank: int, name: str, calls: int) -> list[int]:
-    """Of every call of every shape, back to back, each with a late rank; every other one on a GPU
-    is a replay.
+def check(rank: int, name: str, calls: int) -> None:
+    """Calls of every shape, back to back, each with a late rank; every other one on a GPU is a
+    replay.
     """
     world_size, kernel = dist.get_world_size(), script(name).all_gather_rms_norm
-    channel, found = Channel("all_gather_rms_norm", dist.group.WORLD, here()), []
+    channel = Channel("all_gather_rms_norm", dist.group.WORLD, here())
     for M_shard, N, block_elements, dtype in SHAPES:
         numbers = range(calls if M_shard < SLOTS else 2)  # a tile takes milliseconds on CPU
         shards = [
@@ -67,32 +67,30 @@ def wrong_elements(rank: int, name: str, calls: int) -> list[int]:
             else:
                 results.append(kernel(x, weight, channel, EPS, block_elements))
         flux_megatron.synchronize()
-        right = [expected(of_call, weight.cpu(), EPS) for of_call in shards]
-        found += [int((y.cpu() != e).sum()) for y, e in zip(results, right, strict=True)]
-    return found
+        for call, y in zip(numbers, results, strict=True):
+            assert_exact(y, expected(shards[call], weight.cpu(), EPS), f"call {call}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_exact(world_size):
-    calls = 20 if world_size == 2 else 4
-    results = on_device(wrong_elements, world_size, "own_kernel", calls)
-    assert results == [[0] * (2 * calls + 2)] * world_size
+@on_device_ranks("world_size")
+def test_exact(rank, world_size):
+    check(rank, "own_kernel", 20 if world_size == 2 else 4)
 
 
 @pytest.mark.skipif(not ON_HOPPER, reason="Gluon needs GPUs of compute capability 9")
-def test_gluon_exact():
-    assert on_device(wrong_elements, 2, "own_kernel_gluon", 20) == [[0] * 42] * 2
+@on_device_ranks(2)
+def test_gluon_exact(rank):
+    check(rank, "own_kernel_gluon", 20)
 
 
 @on_device_ranks(2)
 def test_random_data_is_as_close_as_plain_torch(rank):
     torch.manual_seed(rank)
-    x, weight = torch.randn(64, 96, device=here()).to(BF16), torch.ones(96, device=here()).to(BF16)
-    y = script("own_kernel").all_gather_rms_norm(
-        x, weight, Channel("random", dist.group.WORLD, here())
-    )
+    x, weight = torch.randn(64, 96).to(here(), BF16), torch.ones(96).to(here(), BF16)
+    channel = Channel("random", dist.group.WORLD, here())
+    y = script("own_kernel").all_gather_rms_norm(x, weight, channel)
     flux_megatron.synchronize()
-    mine = y[rank * 64 : (rank + 1) * 64].double()
+    mine = y.chunk(2)[rank].double()
     right = F.rms_norm(x.double(), (96,), weight.double(), 1e-5)
     plain = F.rms_norm(x, (96,), weight, 1e-5).double()
     assert (mine - right).abs().max() <= 2 * (plain - right).abs().max()
@@ -116,39 +114,29 @@ def silent(rank: int) -> str:
 
 def test_a_late_wait_is_reported():
     said, _ = on_device(silent, 2, environment={"FLUX_MEGATRON_TIMEOUT_S": "1"}, fresh=True)
-    assert re.search(
-        r"rank 0 .* waited 1 s for communication tile 0 of rank 1: epoch 1 expected, 0 seen", said
-    )
+    late = "rank 0 .* waited 1 s for communication tile 0 of rank 1: epoch 1 expected, 0 seen"
+    assert re.search(late, said)
 
 
-def refusals(rank: int) -> list[str]:
-    channel, said = Channel("refused", dist.group.WORLD, here()), []
-    for size_bytes in ((0, 64)[rank], (64, 128)[rank]):
-        with pytest.raises(ValueError) as refused, channel.begin(size_bytes):  # noqa: PT011
-            pass  # ProblemMismatch is a ValueError; the test looks at type and text
-        said.append(f"{refused.type.__name__}: {refused.value}")
-    try:
-        with channel.begin(64):
-            if rank == 0:
-                raise RuntimeError("my kernel is not ready")
-    except RuntimeError as error:
-        said.append(str(error))
-    dist.barrier()
-    with pytest.raises(errors.GroupBroken) as broken, channel.begin(64):
+@on_cpu_ranks(2, environment={"FLUX_MEGATRON_TIMEOUT_S": "5"})
+def test_refused_calls_are_named_on_every_rank(rank):
+    channel = Channel("refused", dist.group.WORLD, here())
+    kind = errors.ProblemMismatch if rank else ValueError
+    said = "size_bytes 0 given, 1 or more expected"
+    with pytest.raises(kind, match=said) as refused, channel.begin((0, 64)[rank]):
         pass
-    return [*said, str(broken.value)]
-
-
-def test_refused_calls_are_named_on_every_rank():
-    environment = {"FLUX_MEGATRON_TIMEOUT_S": "5"}
-    first, second = run_ranks(refusals, 2, environment=environment)
-    assert first[0] == "ValueError: kernel refused: size_bytes 0 given, 1 or more expected"
-    assert second[0].startswith("ProblemMismatch: ")
-    assert "size_bytes 0 given" in second[0]
-    for said in (first, second):
-        assert "rank 0: kernel refused with 64 bytes" in said[1]
-        assert "rank 1: kernel refused with 128 bytes" in said[1]
-        assert "my kernel is not ready" in said[-1]
+    assert rank or str(refused.value) == f"kernel refused: {said}"
+    with pytest.raises(errors.ProblemMismatch) as refused, channel.begin((64, 128)[rank]):
+        pass
+    for r, size_bytes in enumerate((64, 128)):
+        assert f"rank {r}: kernel refused with {size_bytes} bytes" in str(refused.value)
+    fails = pytest.raises(RuntimeError, match="not ready") if rank == 0 else nullcontext()
+    with fails, channel.begin(64):
+        if rank == 0:
+            raise RuntimeError("my kernel is not ready")
+    dist.barrier()
+    with pytest.raises(errors.GroupBroken, match="my kernel is not ready"), channel.begin(64):
+        pass
 
 
 @on_cpu_ranks(2)
@@ -159,15 +147,8 @@ def test_ranks_of_several_nodes_are_refused(rank):
         pass
 
 
-def function(module: ModuleType, name: str) -> ast.FunctionDef:
-    source = textwrap.dedent(inspect.getsource(getattr(module, name).fn))
-    (found,) = ast.parse(source).body
-    assert isinstance(found, ast.FunctionDef)
-    return found
-
-
 def without_docstring(module: ModuleType, name: str, prefix: str) -> list[str]:
-    node = function(module, name)
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(getattr(module, name).fn))).body
     body = node.body[1:] if ast.get_docstring(node) else node.body
     lines = "\n".join([ast.unparse(node.args), *map(ast.unparse, body)])
     return re.sub(rf"\b{prefix}\.", "tl.", lines).splitlines()
@@ -184,27 +165,18 @@ def test_gluon_has_the_same_names_and_does_the_same():
         assert without_docstring(gluon, name, "gl") == without_docstring(ours, name, "tl"), name
 
 
-def blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-
-
 def test_the_page_shows_the_scripts_own_lines():
-    """Every block stands in the script as it is, but for its indentation; together they have all of
-    the kernel.
-    """
     source = (SCRIPTS / "own_kernel.py").read_text().splitlines()
     shown: set[int] = set()
-    for block in blocks():
-        lines = block.splitlines()
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        count = len(block.splitlines())
         places = [
-            first
-            for first in range(len(source) - len(lines) + 1)
-            if textwrap.dedent("\n".join(source[first : first + len(lines)])) == "\n".join(lines)
-        ]
+            range(first, first + count) for first in range(len(source))
+            if textwrap.dedent("\n".join(source[first : first + count])) == block.rstrip("\n")
+        ]  # fmt: skip
         assert len(places) == 1, f"{len(places)} times in the script:\n{block}"
-        shown |= {*range(places[0], places[0] + len(lines))}
+        shown |= {*places[0]}
     lines, number = inspect.getsourcelines(script("own_kernel").all_gather_rms_norm_kernel.fn)
-    missing = [
+    assert [
         text for at, text in enumerate(lines, number - 1) if text.strip() and at not in shown
-    ]
-    assert not missing, missing
+    ] == []

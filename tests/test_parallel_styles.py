@@ -1,7 +1,5 @@
 """`FluxColwiseParallel` and `FluxRowwiseParallel` in a plan, exact against PyTorch's own styles."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -12,13 +10,8 @@ from closeness import assert_exact
 from ranks import DEVICE, on_device_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flux_megatron
 from flux_megatron.nn import FluxColwiseParallel, FluxRowwiseParallel
@@ -33,7 +26,6 @@ class Mlp(nn.Module):
 
     def __init__(self, bias: bool) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(WIDTH)
         self.up = nn.Linear(WIDTH, HIDDEN, bias)
         self.down = nn.Linear(HIDDEN, WIDTH, bias)
         made = torch.Generator().manual_seed(1)
@@ -43,19 +35,6 @@ class Mlp(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.down(self.up(x).relu())
-
-
-class WithNorm(Mlp):
-    def forward(self, x: Any) -> Any:
-        return x + super().forward(self.norm(x))
-
-
-def plans(layout: Any) -> list[dict[str, Any]]:
-    """PyTorch's plan and ours of a layout of tokens."""
-    return [
-        {"up": column(input_layouts=layout), "down": row(output_layouts=layout)}
-        for column, row in (TORCH, OURS)
-    ]
 
 
 def mesh() -> Any:
@@ -73,33 +52,36 @@ def whole(tensor: Any) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def compare(model: nn.Module, layout: Any, plan: list[dict[str, Any]], compiled: bool) -> None:
-    """Forward and backward by PyTorch's styles and by ours."""
+def compare(model: nn.Module, layout: Any, plans: Any = None, compiled: bool = False) -> None:
+    """Forward and backward by PyTorch's styles and by ours, by default of a layout of tokens."""
     runs = []
-    for one in plan:
-        made = parallelize_module(copy.deepcopy(model).to(DEVICE), mesh(), one)
+    of_layout = [
+        {"up": column(input_layouts=layout), "down": row(output_layouts=layout)}
+        for column, row in (TORCH, OURS)
+    ]
+    for number, plan in enumerate(plans or of_layout):
+        made = parallelize_module(copy.deepcopy(model).to(DEVICE), mesh(), plan)
         x = tokens(layout)
-        if compiled:
-            torch._dynamo.reset()
-        ours = compiled and one is plan[1]
-        y = (torch.compile(made, fullgraph=True, backend="aot_eager") if ours else made)(x)
+        torch._dynamo.reset()
+        run = (
+            torch.compile(made, fullgraph=True, backend="aot_eager")
+            if compiled and number
+            else made
+        )
+        y = run(x)
         y = y.to_local() if isinstance(y, DTensor) else y
         y.backward((torch.arange(y.numel(), device=y.device) % 3).view(y.shape).float())
-        state = {name: (p.placements, p.to_local()) for name, p in made.up.named_parameters()}
-        gradients = {
-            name: whole(p.grad) for name, p in made.named_parameters() if p.grad is not None
-        }
-        runs.append((y, x.grad, gradients, state))
-    (y, dx, gradients, state), (our_y, our_dx, our_gradients, our_state) = runs
-    what = f"{layout} {type(model).__name__} compiled {compiled}"
-    assert_exact(our_y, y, what)
-    assert_exact(our_dx, dx, what)
-    assert our_gradients.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        assert_exact(our_gradients[name], gradient, f"{name} of {what}")
-    for name, (placements, shard) in state.items():
-        assert our_state[name][0] == placements
-        assert_exact(our_state[name][1], shard, name)
+        results = {"y": y, "dx": x.grad}
+        results |= {f"up {name}": p.to_local() for name, p in made.up.named_parameters()}
+        for name, parameter in made.named_parameters():
+            if parameter.grad is not None:
+                results[f"d {name}"] = whole(parameter.grad)
+        runs.append((results, [p.placements for p in made.up.parameters()]))
+    (theirs, placements), (ours, our_placements) = runs
+    assert our_placements == placements
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert_exact(ours[name], tensor, f"{name}, {layout}, compiled {compiled}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -107,15 +89,14 @@ def compare(model: nn.Module, layout: Any, plan: list[dict[str, Any]], compiled:
 def test_layers_do_what_pytorch_s_styles_do(rank):
     for bias in (True, False):
         for layout in (Shard(1), Shard(0), Replicate()):
-            compare(Mlp(bias), layout, plans(layout), compiled=False)
-    calls = flux_megatron.report().calls
-    patterns = {pattern for pattern, _ in calls}
+            compare(Mlp(bias), layout)
+    patterns = {pattern for pattern, _ in flux_megatron.report().calls}
     assert patterns == {"ag_gemm", "gemm_rs", "gemm_ar"}
 
 
 @on_device_ranks(2, environment=PLAIN)
 def test_layers_compile_to_one_graph(rank):
-    compare(Mlp(True), Shard(1), plans(Shard(1)), compiled=True)
+    compare(Mlp(True), Shard(1), compiled=True)
 
 
 @on_device_ranks(2, environment=PLAIN)
@@ -124,14 +105,14 @@ def test_inputs_may_be_dtensors(rank):
 
     def prepared(desired: Any, column: Any, row: Any, layout: Any = None) -> dict[str, Any]:
         return {
-            "": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=desired),
+            "": parallel.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=desired),
             "up": column(input_layouts=layout),
             "down": row(output_layouts=Shard(1), use_local_output=False),
         }
 
     theirs = prepared(Replicate(), *TORCH)
     for ours in (prepared(Replicate(), *OURS), prepared(Shard(1), *OURS, Shard(1))):
-        compare(Mlp(True), Shard(1), [theirs, ours], compiled=False)
+        compare(Mlp(True), Shard(1), [theirs, ours])
     made = parallelize_module(Mlp(True).to(DEVICE), mesh(), prepared(Shard(0), *OURS, Shard(1)))
     with pytest.raises(ValueError, match=r"placements \(Shard\(dim=0\),\) given, .*dim=1"):
         made(tokens(Shard(1)))
@@ -144,20 +125,17 @@ def test_an_output_may_be_gathered(rank):
     plan = [{"up": one(input_layouts=Shard(1), output_layouts=Replicate())} for one in styles]
     model = Mlp(True)
     model.down = nn.Identity()
-    compare(model, Shard(1), plan, compiled=False)
+    compare(model, Shard(1), plan)
 
 
 @on_device_ranks(2)
 def test_what_cannot_be_parallelized_is_refused(rank):
     here = mesh()
+    column, row = FluxColwiseParallel(), FluxRowwiseParallel()
     for style, module, said in (
-        (FluxColwiseParallel(), nn.Embedding(4, 4), "Embedding given, torch.nn.Linear expected"),
-        (
-            FluxColwiseParallel(),
-            nn.Linear(4, 7),
-            "out_features 7 given, a multiple of the mesh's 2",
-        ),
-        (FluxRowwiseParallel(), nn.Linear(7, 4), "in_features 7 given, a multiple of the mesh's 2"),
+        (column, nn.Embedding(4, 4), "Embedding given, torch.nn.Linear expected"),
+        (column, nn.Linear(4, 7), "out_features 7 given, a multiple of the mesh's 2"),
+        (row, nn.Linear(7, 4), "in_features 7 given, a multiple of the mesh's 2"),
     ):
         with pytest.raises(ValueError, match=said):
             parallelize_module(module, here, style)
@@ -168,4 +146,4 @@ def test_what_cannot_be_parallelized_is_refused(rank):
         layer(torch.ones(2, 4))
     two = init_device_mesh(DEVICE, (1, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(ValueError, match="a mesh of one dimension expected"):
-        FluxColwiseParallel()._apply(nn.Linear(4, 4), two)
+        column._apply(nn.Linear(4, 4), two)

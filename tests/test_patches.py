@@ -4,11 +4,8 @@ FLUX_MEGATRON_LM names a checkout of Megatron-LM, FLUX_MEGATRON_LM_FOLDER a fold
 are copied. Their own imports must be installed (0.14 to 0.16: six, regex, sentencepiece, tiktoken).
 """
 
-from __future__ import annotations
-
 import ast
 import os
-import py_compile
 import re
 import shutil
 import subprocess
@@ -21,7 +18,6 @@ import pytest
 from typer.testing import CliRunner
 
 from flux_megatron.cli import app
-from flux_megatron.errors import BadInput
 from flux_megatron.patching import checkout as checkouts
 from flux_megatron.patching import series as all_series
 from flux_megatron.patching.checkout import Refused
@@ -29,13 +25,14 @@ from flux_megatron.patching.fingerprints import RELIED_ON, functions
 
 ARGUMENTS = "megatron/training/arguments.py"
 LAYERS = "megatron/core/tensor_parallel/layers.py"
+VERSION = "megatron/core/package_info.py"
 RECORDED = all_series.supported()
 INSERTED = [hunk.lines for hunk in all_series.hunks()]
 
 BETWEEN = "\n" * 9  # the patch counts the lines of Megatron's function
 # the shape of Megatron's, and names that patches and fingerprints look for
 SOURCES = {
-    "megatron/core/package_info.py": "MAJOR = 7\nMINOR = 3\nPATCH = 2\n",
+    VERSION: "MAJOR = 7\nMINOR = 3\nPATCH = 2\n",
     ARGUMENTS: f"""\
         import argparse
 
@@ -62,7 +59,8 @@ SOURCES = {
                 return x
         """,
 }
-AFTER = {"    parser = add_megatron_arguments(parser)": 0, "    args = parser.parse_args(words)": 1}
+BEFORE = ("    parser = add_megatron_arguments(parser)", "    args = parser.parse_args(words)")
+AFTER = {line: "\n".join([line, *ours]) for line, ours in zip(BEFORE, INSERTED, strict=True)}
 
 
 @pytest.fixture
@@ -77,7 +75,6 @@ def patches(tmp_path, monkeypatch):
 
 @pytest.fixture
 def checkout(tmp_path, patches):
-    """A checkout of a version that patches are recorded for."""
     folder = tmp_path / "here" / "Megatron-LM"
     for path, source in SOURCES.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -95,9 +92,6 @@ def edit(checkout: Path, path: str, old: str, new: str) -> None:
     text = (checkout / path).read_text()
     assert old in text
     (checkout / path).write_text(text.replace(old, new))
-
-
-# what is recorded
 
 
 def test_every_supported_version_is_recorded():
@@ -136,28 +130,17 @@ def test_a_patch_with_text_of_others_is_an_error(patches, line):
         all_series.hunks()
 
 
-# on checkouts made up here
-
-
-def test_apply_inserts_and_undo_restores_every_byte(checkout):
+@pytest.mark.parametrize("repository", [None, ".", ".."], ids=["none", "its own", "another one"])
+def test_apply_inserts_and_undo_restores_every_byte(checkout, repository):
+    if repository:
+        subprocess.run(["git", "init", "-q", checkout / repository], check=True, timeout=60)
     before = contents(checkout)
     checkouts.apply(checkout)
     after = (checkout / ARGUMENTS).read_text()
-    for line, i in AFTER.items():
-        assert "\n".join([line, *INSERTED[i]]) in after
-    assert {path for path, data in contents(checkout).items() if data != before[path]} == {
+    assert all(lines in after for lines in AFTER.values())
+    assert [path for path, data in contents(checkout).items() if data != before[path]] == [
         ARGUMENTS
-    }
-    checkouts.undo(checkout)
-    assert contents(checkout) == before
-
-
-@pytest.mark.parametrize("repository", [".", ".."], ids=["its own", "another one"])
-def test_in_a_git_repository(checkout, repository):
-    subprocess.run(["git", "init", "-q", checkout / repository], check=True, timeout=60)
-    before = contents(checkout)
-    checkouts.apply(checkout)
-    assert contents(checkout) != before
+    ]
     checkouts.undo(checkout)
     assert contents(checkout) == before
 
@@ -169,9 +152,8 @@ def test_hunks_follow_a_function_that_moved(checkout):
     before = contents(checkout)
     checkouts.apply(checkout)
     after = (checkout / ARGUMENTS).read_text()
-    for line, i in AFTER.items():
-        assert "\n".join([line, *INSERTED[i]]) in after
-        expected = expected.replace(line, "\n".join([line, *INSERTED[i]]))
+    for line, lines in AFTER.items():
+        expected = expected.replace(line, lines)
     assert after.endswith(expected[expected.index("def parse_args") :])
     edit(checkout, ARGUMENTS, "import os\n", "import os\n\n")
     checkouts.undo(checkout)
@@ -179,59 +161,44 @@ def test_hunks_follow_a_function_that_moved(checkout):
     assert contents(checkout) == before
 
 
-CHANGES = {
-    "touched": (ARGUMENTS, "allow_abbrev=False", "allow_abbrev=True", "parse_args has another"),
-    "relied on": (LAYERS, "return x", "return -x", "ColumnParallelLinear.forward has another"),
-    "renamed": (LAYERS, "forward", "backward", "ColumnParallelLinear.forward is missing"),
-}
+TOUCHED = (ARGUMENTS, "allow_abbrev=False", "allow_abbrev=True")
+CHANGED, RENAMED = (LAYERS, "return x", "return -x"), (LAYERS, "forward", "backward")
+OLDER, NEWER = ((VERSION, "MINOR = 3", f"MINOR = {minor}") for minor in (2, 4))
+OF_3, FORWARD = "7.3.2 in .* core_v7.3.2 .*", "ColumnParallelLinear.forward"
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_function_is_refused_by_name(checkout, change):
-    path, old, new, text = CHANGES[change]
-    edit(checkout, path, old, new)
+@pytest.mark.parametrize(
+    ("edits", "said"),
+    [
+        ([TOUCHED], f"{OF_3}\n  {ARGUMENTS}: parse_args has another"),
+        ([CHANGED], f"{OF_3}\n  {LAYERS}: {FORWARD} has another"),
+        ([RENAMED], f"{OF_3}\n  {LAYERS}: {FORWARD} is missing"),
+        ([NEWER, CHANGED], rf"7.4.2 found, one of 7.3.2 \(core_v7.3.2\) expected.*\n.*{FORWARD}"),
+    ],
+)
+def test_a_changed_function_is_refused_by_name(checkout, edits, said):
+    for one in edits:
+        edit(checkout, *one)
     before = contents(checkout)
-    with pytest.raises(Refused, match=f"7.3.2 in .* core_v7.3.2 .*\n  {path}: {text}") as refusal:
+    with pytest.raises(Refused, match=said) as refusal:
         checkouts.apply(checkout)
-    assert str(refusal.value).count("\n") == 1
+    assert str(refusal.value).count("\n") == len(edits)
     assert contents(checkout) == before
 
 
-def test_a_function_that_nobody_relies_on_may_change(checkout):
+def test_a_patch_release_in_which_nothing_that_we_rely_on_changed_is_taken(checkout):
+    edit(checkout, VERSION, "PATCH = 2", "PATCH = 5")
     edit(checkout, ARGUMENTS, "pass", "assert args")
     assert not checkouts.examine(checkout).differences
-
-
-def test_an_unknown_version_is_refused_with_all_that_differs(checkout):
-    edit(checkout, "megatron/core/package_info.py", "MINOR = 3", "MINOR = 4")
-    edit(checkout, LAYERS, "return x", "return -x")
-    with pytest.raises(Refused) as refusal:
-        checkouts.apply(checkout)
-    assert "version 7.4.2 found, one of 7.3.2 (core_v7.3.2) expected" in str(refusal.value)
-    assert "ColumnParallelLinear.forward" in str(refusal.value)
-
-
-def test_a_patch_release_in_which_nothing_of_it_changed_is_taken(checkout):
-    edit(checkout, "megatron/core/package_info.py", "PATCH = 2", "PATCH = 5")
     assert checkouts.apply(checkout).version == "7.3.5"
 
 
 def test_the_closest_version_is_compared(checkout, patches):
-    edit(checkout, "megatron/core/package_info.py", "MINOR = 3", "MINOR = 2")
-    edit(checkout, LAYERS, "return x", "return -x")
+    for one in (OLDER, CHANGED):
+        edit(checkout, *one)
     file = checkouts.record(checkout, "core_v7.2.0")
     assert checkouts.examine(checkout).series.folder == file.parent
     assert not checkouts.examine(checkout).differences
-
-
-def test_twice_is_refused_and_so_is_undoing_nothing(checkout):
-    with pytest.raises(Refused, match="not applied"):
-        checkouts.undo(checkout)
-    checkouts.apply(checkout)
-    before = contents(checkout)
-    with pytest.raises(Refused, match="already applied"):
-        checkouts.apply(checkout)
-    assert contents(checkout) == before
 
 
 def test_half_applied_is_refused(checkout):
@@ -242,11 +209,6 @@ def test_half_applied_is_refused(checkout):
             command(checkout)
 
 
-def test_what_is_no_checkout_is_refused(checkout):
-    with pytest.raises(BadInput, match="no checkout of Megatron-LM"):
-        checkouts.examine(checkout / "megatron")
-
-
 def test_undo_also_after_megatron_went_on(checkout):
     """Taking lines out needs no fingerprint: whoever updated a patched checkout can go back."""
     checkouts.apply(checkout)
@@ -255,13 +217,11 @@ def test_undo_also_after_megatron_went_on(checkout):
     assert "flux" not in (checkout / ARGUMENTS).read_text()
 
 
-def test_recording_what_is_patched_is_refused(checkout):
+def test_recording_what_is_patched_or_has_no_such_function_is_refused(checkout):
     checkouts.apply(checkout)
     with pytest.raises(Refused, match="patched already"):
         checkouts.record(checkout, "core_v7.3.2")
-
-
-def test_recording_a_checkout_without_the_function_is_refused(checkout):
+    checkouts.undo(checkout)
     edit(checkout, ARGUMENTS, "def parse_args", "def parse_all")
     with pytest.raises(Refused, match=f"{ARGUMENTS} has no function parse_args"):
         checkouts.record(checkout, "core_v7.3.2")
@@ -281,15 +241,14 @@ def test_the_commands(checkout):
 
     run("check", 0, "not applied")
     run("apply", 0, str(checkout / ARGUMENTS))
+    before = contents(checkout)
     run("apply", 1, "already applied")
+    assert contents(checkout) == before
     run("check", 0, "already applied")
     run("undo", 0, str(checkout / ARGUMENTS))
     run("undo", 1, "not applied")
     edit(checkout, LAYERS, "return x", "return -x")
     run("check", 1, "ColumnParallelLinear.forward")
-
-
-# what the inserted lines do
 
 
 @pytest.fixture
@@ -316,26 +275,18 @@ def installed(monkeypatch):
         return parser
 
     calls: list = []
-    for name, content in {
-        "flags": {"add_flux_arguments": add_flux_arguments},
-        "install": {"install_from": calls.append},
-    }.items():
-        module = types.ModuleType(f"flux_megatron.integration.{name}")
-        module.__dict__.update(content)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    package = types.ModuleType("flux_megatron.integration")
-    monkeypatch.setitem(sys.modules, package.__name__, package)
+    flags = types.SimpleNamespace(add_flux_arguments=add_flux_arguments)
+    install = types.SimpleNamespace(install_from=calls.append)
+    for name, module in {"": flags, ".flags": flags, ".install": install}.items():
+        monkeypatch.setitem(sys.modules, f"flux_megatron.integration{name}", module)
     return calls
 
 
-def test_without_our_options_nothing_is_installed(parse, installed):
+def test_any_of_our_options_is_acted_on_and_without_them_nothing_is_installed(parse, installed):
     assert parse("--width", "3").width == 3
     assert not installed
-
-
-@pytest.mark.parametrize("words", [["--flux-overlap"], ["--flux-strategy", "fused"]])
-def test_any_of_our_options_is_acted_on(parse, installed, words):
-    assert installed == [parse(*words)]
+    parsed = [parse(*words) for words in (["--flux-overlap"], ["--flux-strategy", "fused"])]
+    assert installed == parsed
 
 
 def test_without_the_package_a_patched_tree_is_a_stock_one(parse, monkeypatch, capsys):
@@ -348,12 +299,8 @@ def test_without_the_package_a_patched_tree_is_a_stock_one(parse, monkeypatch, c
         assert "need the package flux_megatron: " in capsys.readouterr().err
 
 
-# on real checkouts
-
-
 def real_checkouts() -> list[Path]:
-    named = os.environ.get("FLUX_MEGATRON_LM")
-    folder = os.environ.get("FLUX_MEGATRON_LM_FOLDER")
+    named, folder = (os.environ.get(f"FLUX_MEGATRON_LM{end}") for end in ("", "_FOLDER"))
     several = sorted(Path(folder).glob("*/megatron")) if folder else []
     return [*([Path(named)] if named else []), *(found.parent for found in several)]
 
@@ -376,20 +323,14 @@ def test_a_real_checkout(original, tmp_path):
     shutil.copytree(original / "megatron", checkout / "megatron")
     before = contents(checkout)
     checkouts.apply(checkout)
-    assert contents(checkout) != before
-    py_compile.compile(str(checkout / ARGUMENTS), str(tmp_path / "compiled"), doraise=True)
-    assert "layers of flux_megatron" in parsed_by(checkout, "--flux-overlap")
-    assert "layers of megatron.core" in parsed_by(checkout)
-    checkouts.undo(checkout)
-    assert contents(checkout) == before
-
-
-def parsed_by(checkout: Path, *words: str) -> str:
     path = os.pathsep.join([str(checkout), str(Path(__file__).parents[1])])
     options = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", PARSE, *words], cwd=checkout, env={**os.environ, **options},
-        capture_output=True, text=True, timeout=140,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    for words, layers in ((["--flux-overlap"], "flux_megatron"), ([], "megatron.core")):
+        done = subprocess.run(
+            [sys.executable, "-c", PARSE, *words], cwd=checkout, env={**os.environ, **options},
+            capture_output=True, text=True, timeout=140,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert f"layers of {layers}" in done.stdout
+    checkouts.undo(checkout)
+    assert contents(checkout) == before

@@ -1,7 +1,5 @@
 """The cost model: close to what was measured on 4 x H200, and never absurd elsewhere."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,20 +50,21 @@ def test_within_15_percent_of_what_was_measured(shape):
 
 def test_the_backward_of_stock_layers():
     """Forward and backward of one layer as Megatron-core runs it, by its own measurement."""
-    for M, N, K, measured in [(8192, 12288, 12288, 10093), (8192, 9216, 12288, 7759)]:
-        forward = problem("ag_gemm", M, N, K)
-        backward = problem("gemm_rs", M, K, N, "nn")
-        both = sum(operator_us(half, "megatron", H200) for half in (forward, backward))
+    pair = ("ag_gemm", "gemm_rs")
+    for forward, backward, N, K, measured in [
+        (*pair, 12288, 12288, 10093), (*pair, 9216, 12288, 7759), (*pair[::-1], 12288, 3072, 3345)
+    ]:  # fmt: skip
+        halves = problem(forward, 8192, N, K), problem(backward, 8192, K, N, "nn")
+        both = sum(operator_us(half, "megatron", H200) for half in halves)
         assert both == pytest.approx(measured, rel=0.05)
-    forward = problem("gemm_rs", 8192, 12288, 3072)
-    backward = problem("ag_gemm", 8192, 3072, 12288, "nn")
-    both = sum(operator_us(half, "megatron", H200) for half in (forward, backward))
-    assert both == pytest.approx(3345, rel=0.05)
 
 
-@pytest.mark.parametrize(("mebibytes", "measured"), [(8, 48), (64, 189), (192, 501)])
-def test_collectives(mebibytes, measured):
-    assert collective_us(H200, mebibytes * 2**20, 4) == pytest.approx(measured, rel=0.15)
+@pytest.mark.parametrize(
+    ("mebibytes", "half_us", "all_reduce"), [(8, 48, 62), (64, 189, 324), (192, 501, 901)]
+)
+def test_collectives(mebibytes, half_us, all_reduce):
+    assert collective_us(H200, mebibytes * 2**20, 4) == pytest.approx(half_us, rel=0.15)
+    assert all_reduce_us(H200, mebibytes * 2**20, 4) == pytest.approx(all_reduce, rel=0.15)
 
 
 @given(SIZES, SIZES, SIZES, st.sampled_from(GPUS))
@@ -91,31 +90,18 @@ def test_a_larger_problem_never_takes_less_and_hiding_gains_no_more_than_there_i
 
 def test_small_problems_are_not_cut_into_library_gemms():
     """Each of four GEMMs would read the whole weight."""
-    small = problem("ag_gemm", 64, 12288, 12288)
+    small, large = (problem("ag_gemm", M, 12288, 12288) for M in (64, 8192))
     assert operator_us(small, "megatron", H200) < operator_us(small, "pipelined", H200)
-    large = problem("ag_gemm", 8192, 12288, 12288)
     assert operator_us(large, "megatron", H200) > operator_us(large, "pipelined", H200)
-
-
-def test_what_is_exposed_is_the_collective_where_nothing_overlaps():
-    large = problem("ag_gemm", 8192, 12288, 12288)
+    # what is exposed is the collective where nothing overlaps
     collective = collective_us(H200, moved_bytes(large), 4)
     gemms = sum(gemms_us(large, H200))
     assert operator_us(large, "megatron", H200) - gemms == pytest.approx(collective)
     assert 0.0 <= operator_us(large, "hopper", H200) - gemms < 0.2 * collective
 
 
-@pytest.mark.parametrize(("mebibytes", "measured"), [(8, 62), (64, 324), (192, 901)])
-def test_all_reduces_of_four_ranks(mebibytes, measured):
-    assert all_reduce_us(H200, mebibytes * 2**20, 4) == pytest.approx(measured, rel=0.15)
-
-
-@pytest.mark.parametrize(
-    ("M", "N", "K", "measured"),
-    [(1, 8192, 8192, 27.6), (16, 8192, 8192, 29.5), (16, 12288, 49152, 162.8)],
-)
-def test_all_reduces_of_few_rows(M, N, K, measured):
+def test_all_reduces_of_few_rows():
     """mm and its all-reduce in decoding, of `gemv_ar.jsonl`."""
-    problem = Problem(Pattern.GEMM_AR, M, N, K, "bfloat16", 2)
-    found = operator_us(problem, "megatron", H200)
-    assert found == pytest.approx(measured, rel=0.15)
+    for M, N, K, us in (1, 8192, 8192, 27.6), (16, 8192, 8192, 29.5), (16, 12288, 49152, 162.8):
+        problem = Problem(Pattern.GEMM_AR, M, N, K, "bfloat16", 2)
+        assert operator_us(problem, "megatron", H200) == pytest.approx(us, rel=0.15)

@@ -1,7 +1,5 @@
 """The ranks of a measurement: they end together, with one error, and with their parent."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -38,24 +36,24 @@ open({str(tmp_path)!r} + "/" + os.environ["RANK"], "w").write(text)
     assert [len(place) for place in places] == [5, 4, 4], "rank 0 alone has the socket"
 
 
-def test_the_first_rank_that_fails_is_named_and_ends_the_others(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [('sys.exit("rank 1: no memory")', "rank 1: no memory"),
+     ("os.kill(os.getpid(), 9)", "rank 1 was killed by SIGKILL")],
+)  # fmt: skip
+def test_the_first_rank_that_fails_is_named_and_ends_the_others(tmp_path, monkeypatch, end, said):
     monkeypatch.setattr(rank_processes, "GRACE_S", 0.2)
     pids = tmp_path / "pids"
     begin = time.monotonic()
-    with pytest.raises(RunFailed, match=r"^rank 1: no memory$"):
+    with pytest.raises(RunFailed, match=f"^{said}$"):
         run(f"""
 open({str(pids)!r}, "a").write(f"{{os.getpid()}}\\n")
 if os.environ["RANK"] == "1":
-    sys.exit("rank 1: no memory")
+    {end}
 time.sleep(60)
 """)  # fmt: skip
     assert time.monotonic() - begin < 30
     assert gone(pids)
-
-
-def test_a_killed_rank_is_named():
-    with pytest.raises(RunFailed, match=r"^rank 1 was killed by SIGKILL$"):
-        run('os.environ["RANK"] == "1" and os.kill(os.getpid(), 9)')
 
 
 PARENT = """

@@ -1,7 +1,5 @@
 """docs/recipes.md is that of the table and of what this version refuses."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The reference, against the unsharded product in fp64 and against loops written out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from closeness import EXACT_LIMIT, assert_exact, assert_sums_exact, small_integers
@@ -27,10 +25,10 @@ def test_all_gather_gemm(R, dtype, layout):
     bias = shards(R, N, dtype=dtype, seed=3)
     whole_w = torch.cat([t if layout == "nt" else t.t() for t in w]).double()
     whole = torch.cat(x).double() @ whole_w.t() + torch.cat(bias).double()
-    for r, y in enumerate(reference.all_gather_gemm(x, w, layout, bias)):
-        assert_exact(y, whole[:, r * N : (r + 1) * N].to(dtype))
-    for r, y in enumerate(reference.all_gather_gemm(x, w, layout)):
-        assert_exact(y + bias[r], whole[:, r * N : (r + 1) * N].to(dtype))
+    with_bias, without = (reference.all_gather_gemm(x, w, layout, b) for b in (bias, None))
+    for r, expected in enumerate(whole.to(dtype).chunk(R, 1)):
+        assert_exact(with_bias[r], expected)
+        assert_exact(without[r] + bias[r], expected)
 
 
 @pytest.mark.parametrize("layout", ["nt", "nn"])
@@ -44,32 +42,26 @@ def test_gemm_reduce_scatter_and_all_reduce(R, dtype, layout):
     assert_sums_exact(torch.cat(x, 1), torch.cat(columns))
     whole = (torch.cat(x, 1).double() @ torch.cat(columns).double()).to(dtype)
     scattered = reference.gemm_reduce_scatter(x, w, layout)
-    assert len(scattered) == R
-    for r, y in enumerate(scattered):
-        assert_exact(y, whole[r * M_SHARD : (r + 1) * M_SHARD])
+    for y, expected in zip(scattered, whole.chunk(R), strict=True):
+        assert_exact(y, expected)
     reduced = reference.gemm_all_reduce(x, w, layout)
     for y in reduced:
         assert_exact(y, whole)
     assert len({y.data_ptr() for y in reduced}) == R
 
 
-def test_each_partial_result_is_rounded_before_the_sum():
+def test_each_partial_result_is_rounded_before_the_sum_which_is_wide():
     limit = EXACT_LIMIT[torch.bfloat16]
     ones, large = torch.ones(2, 1).bfloat16(), torch.tensor([[float(limit)]]).bfloat16()
     x = [torch.cat([ones, ones], 1), torch.cat([ones, ones], 1)]
     w = [torch.cat([large, ones[:1]], 1), torch.cat([-large, ones[:1]], 1)]
     # 256 + 1 rounds to 256, -256 + 1 is exact: the sum of the rounded is -255 + 256, not 2
     assert reference.gemm_reduce_scatter(x, w)[0].item() == 1.0
-
-
-def test_sums_over_ranks_are_wide():
     # in bf16 256 + 1 + 1 stays at 256
     x = [torch.ones(3, 1).bfloat16() for _ in range(3)]
     w = [torch.tensor([[value]]).bfloat16() for value in (256.0, 1.0, 1.0)]
     assert reference.gemm_reduce_scatter(x, w)[0].item() == 258.0
-
-
-def test_float64_stays_float64():
+    # float64 stays float64
     x, w = torch.full((1, 1), 1 + 2**-40, dtype=torch.float64), torch.ones(1, 1).double()
     assert reference.matmul(x, w).item() == 1 + 2**-40
     assert reference.matmul(x.bfloat16(), w.bfloat16()).dtype == torch.float32

@@ -2,12 +2,11 @@
 ranks that are late. `test_calls.py` and `protocol/test_offline_calls.py` need no GPU.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -16,7 +15,8 @@ import torch.distributed as dist
 from cases import ON_HOPPER, Case, call, operands
 from closeness import assert_exact
 from layer_cases import check, layer
-from ranks import GPU_RANKS, be_late, run_ranks
+from races import agreed
+from ranks import GPU_RANKS, be_late, on_cpu_ranks
 from test_fp8 import E4M3, Layer, fp8
 
 import flux_megatron
@@ -27,6 +27,7 @@ from flux_megatron.symm.workspace import workspaces
 pytestmark = [pytest.mark.gpus(2), pytest.mark.skipif(GPU_RANKS < 2, reason="needs two GPUs")]
 
 WIDE = Tile(128, 256, 64, num_stages=3, tma=True)  # of the Hopper kernels
+THIN = Tile(16, 64, 64, num_warps=4)
 PLANS = {
     "fused": Plan("fused", comm_rows=100, tile=Tile(64, 64, 32)),
     "fused, TMA": Plan("fused", tile=Tile(128, 128, 64, tma=ON_HOPPER)),
@@ -34,11 +35,9 @@ PLANS = {
     "pipelined, one GEMM": Plan("pipelined", splits=1),
 }
 FEW = {
-    "low_latency": Plan("low_latency", tile=Tile(16, 64, 64, num_warps=4)),
-    "low_latency, TMA": Plan("low_latency", tile=Tile(16, 64, 64, num_warps=4, tma=ON_HOPPER)),
-    "low_latency, parts": Plan(
-        "low_latency", tile=Tile(16, 64, 64, num_warps=4, num_stages=4), splits=3
-    ),
+    "low_latency": Plan("low_latency", tile=THIN),
+    "low_latency, TMA": Plan("low_latency", tile=replace(THIN, tma=ON_HOPPER)),
+    "low_latency, parts": Plan("low_latency", tile=replace(THIN, num_stages=4), splits=3),
 }
 if ON_HOPPER:
     PLANS |= {
@@ -63,17 +62,17 @@ def counted() -> Iterator[list[bool]]:
         begin(self, *given)
         by_list.append(self._lists is not None)
 
-    with (
-        mock.patch.object(calls, "_at_once", whole),
-        mock.patch.object(calls.InFlight, "__init__", noted),
-    ):
+    patch = mock.patch.object
+    with patch(calls, "_at_once", whole), patch(calls.InFlight, "__init__", noted):
         yield by_list
     unlisted = [p.unlisted for space in workspaces() for p in space.programs.values()]
     assert all(not one or "not compiled yet" in one for one in unlisted), unlisted
 
 
-def repeated(rank: int, plan: Plan) -> int:
-    """Calls of both operations in a drawn order; how many of them lists have made."""
+@pytest.mark.parametrize("plan", [*PLANS, *FEW])
+@on_cpu_ranks(2, device="cuda")
+def test_repeated_calls_are_exact(rank, plan):
+    plan = (PLANS | FEW)[plan]
     rows = 16 if plan.strategy == "low_latency" else 256
     sizes = {"M_shard": rows, "N_local": 512, "K_local": 1024, "dtype": torch.bfloat16, "kept": 0.2}
     cases = [
@@ -93,21 +92,15 @@ def repeated(rank: int, plan: Plan) -> int:
     flux_megatron.check()
     for number, (which, result) in enumerate(results):
         assert_exact(result, given[which].expected[rank], f"call {number}")
-    return sum(by_list)
-
-
-@pytest.mark.parametrize("plan", [*PLANS, *FEW])
-def test_repeated_calls_are_exact(plan):
-    made = run_ranks(repeated, 2, (PLANS | FEW)[plan], device="cuda")
-    assert made[0] == made[1], "the ranks make the same calls by lists"
-    assert made[0] >= CALLS - 10
+    assert agreed(sum(by_list)) >= CALLS - 10
 
 
 STEPS = 20
 
 
-def layers_both_ways(rank: int) -> int:
-    """Forward and backward of two layers; how many pieces of them lists have made."""
+@pytest.mark.parametrize("strategy", sorted({plan.strategy for plan in PLANS.values()}))
+@on_cpu_ranks(2, device="cuda", environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
+def test_repeated_layers_are_exact(rank):
     sizes = ((64, 2), 1024, 1024)  # K of a rank is what GEMM+RS of `hopper` needs at least
     both = [layer(kind, 2, torch.bfloat16, *sizes, False, 0.3) for kind in ("column", "row")]
     with counted() as by_list:
@@ -117,16 +110,8 @@ def layers_both_ways(rank: int) -> int:
             for one in both:
                 check(one, rank, "xw")
     flux_megatron.check()
-    return sum(by_list)
-
-
-@pytest.mark.parametrize("strategy", sorted({plan.strategy for plan in PLANS.values()}))
-def test_repeated_layers_are_exact(strategy):
-    wanted = {"FLUX_MEGATRON_STRATEGY": strategy}
-    made = run_ranks(layers_both_ways, 2, device="cuda", environment=wanted)
-    assert made[0] == made[1], "the ranks make the same calls by lists"
     # two calls forward; backward, the gather and the scatter of one layer, and the other's gather
-    assert made[0] >= 5 * (STEPS - 7)
+    assert agreed(sum(by_list)) >= 5 * (STEPS - 7)
 
 
 def few(generator: torch.Generator, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -135,7 +120,9 @@ def few(generator: torch.Generator, rows: int, columns: int, dtype: torch.dtype)
     return (fp8(generator, rows, columns, dtype).float() * kept).to(dtype)
 
 
-def repeated_fp8(rank: int, strategy: str) -> int:
+@pytest.mark.parametrize("strategy", ["fused", *(["hopper"] if ON_HOPPER else [])])
+@on_cpu_ranks(2, device="cuda")
+def test_repeated_fp8_calls_are_exact(rank, strategy):
     """Calls of both operations, each with scales of its own, which two programs serve."""
     layers = [
         Layer(pattern, (256, 512, 1024), E4M3, torch.bfloat16, 2, drawn=few)
@@ -155,11 +142,4 @@ def repeated_fp8(rank: int, strategy: str) -> int:
             assert_exact(y, factor * expected[which], f"{one.pattern} {number}")
     flux_megatron.check()
     assert sum(len(space.programs) for space in workspaces()) == 2
-    return sum(by_list)
-
-
-@pytest.mark.parametrize("strategy", ["fused", *(["hopper"] if ON_HOPPER else [])])
-def test_repeated_fp8_calls_are_exact(strategy):
-    made = run_ranks(repeated_fp8, 2, strategy, device="cuda")
-    assert made[0] == made[1], "the ranks make the same calls by lists"
-    assert made[0] >= 2 * (STEPS - 2)
+    assert agreed(sum(by_list)) >= 2 * (STEPS - 2)

@@ -1,8 +1,8 @@
 """The report says what really ran: calls, fallbacks with reasons, the share, strict mode."""
 
-from __future__ import annotations
-
 import warnings
+from collections import Counter
+from itertools import starmap
 from unittest import mock
 
 import pytest
@@ -12,12 +12,12 @@ from cases import Case, check
 from ranks import DEVICE, FUSED, on_device_ranks
 
 import flux_megatron
-from flux_megatron import errors, ops
+from flux_megatron import ops
 from flux_megatron.embedding import fused_bags
 from flux_megatron.expert_parallel import call
 from flux_megatron.expert_parallel import ops as expert_ops
 from flux_megatron.nn.functions import column_parallel_linear
-from flux_megatron.overlap import fused, sequential
+from flux_megatron.overlap import fused
 from flux_megatron.overlap.report import Report, note_call, note_fallback, report, reset_report
 from flux_megatron.problem import Pattern, Plan
 
@@ -27,12 +27,6 @@ def _fresh_report():
     reset_report()
     yield
     reset_report()
-
-
-def test_nothing_has_run():
-    assert report() == Report({}, {}, 0)
-    assert report().share == 1.0
-    assert report().total == report().overlapped == 0
 
 
 def test_counts_and_share():
@@ -49,32 +43,20 @@ def test_counts_and_share():
     assert now.total == 4, "a report does not change afterwards"
 
 
-def note_all(fallbacks: list[tuple[str, str]]) -> None:
-    for pattern, reason in fallbacks:
-        note_fallback(pattern, reason)
-
-
 def test_a_fallback_is_counted_as_sequential_and_said_once():
-    noted = [("ag_gemm", "no reason at all")] * 3 + [("ag_gemm", "another"), ("gemm_rs", "another")]
+    note_call("ag_gemm", "fused")
+    noted = {("ag_gemm", "no reason at all"): 3, ("ag_gemm", "other"): 1, ("gemm_rs", "other"): 1}
     with pytest.warns(UserWarning, match="ag_gemm runs without overlap: no reason at all") as said:
-        note_all(noted)
+        list(starmap(note_fallback, Counter(noted).elements()))
     assert len(said) == 3
     now = report()
-    assert now.fallbacks == {
-        ("ag_gemm", "no reason at all"): 3, ("ag_gemm", "another"): 1, ("gemm_rs", "another"): 1
-    }  # fmt: skip
-    assert now.calls == {("ag_gemm", "sequential"): 4, ("gemm_rs", "sequential"): 1}
-    assert (now.share, now.chosen_sequential) == (0.0, 0)
-
-
-def test_the_text():
-    note_call("ag_gemm", "fused")
-    with pytest.warns(UserWarning, match="odd"):
-        note_fallback("gemm_rs", "odd")
-    lines = str(report()).splitlines()
-    assert lines[0] == "1 of 2 calls overlapped, workspace 0.0 MiB"
-    assert lines[1:] == [
-        "  ag_gemm fused: 1", "  gemm_rs sequential: 1", "  gemm_rs fell back 1 times: odd"
+    assert now.fallbacks == noted
+    assert (now.share, now.chosen_sequential) == (1 / 6, 0)
+    assert str(now).splitlines() == [
+        "1 of 6 calls overlapped, workspace 0.0 MiB",
+        "  ag_gemm fused: 1", "  ag_gemm sequential: 4", "  gemm_rs sequential: 1",
+        "  ag_gemm fell back 3 times: no reason at all", "  ag_gemm fell back 1 times: other",
+        "  gemm_rs fell back 1 times: other",
     ]  # fmt: skip
 
 
@@ -84,6 +66,8 @@ def test_a_reset_starts_anew():
             note_fallback("ag_gemm", "again")
         reset_report()
     assert report() == Report({}, {}, 0)
+    assert report().share == 1.0
+    assert report().total == report().overlapped == 0
 
 
 @on_device_ranks(2, environment=FUSED)
@@ -91,46 +75,29 @@ def test_a_call_is_counted_when_it_is_enqueued(rank):
     """Calls that end with an error were not enqueued: no strategy has any in the report."""
     x, w = torch.ones(4, 4, device=DEVICE), torch.ones(4, 4, device=DEVICE)
     group = dist.group.WORLD
+
+    def fails(module, name: str, operation, *given, **options) -> None:
+        with mock.patch.object(module, name, side_effect=KeyError), pytest.raises(KeyError):
+            operation(*given, group, **options)
+
     for pattern, operation in ops.OPERATIONS.items():
         operation(x, w, group)
-        with mock.patch.object(fused, str(pattern), side_effect=KeyError), pytest.raises(KeyError):
-            operation(x, w, group)
+        fails(fused, str(pattern), operation, x, w)
     for name in ("start_gemm_rs", "start_gemm_ar"):
-        with mock.patch.object(fused, name, side_effect=KeyError), pytest.raises(KeyError):
-            getattr(ops, name)(x, w, group)
-    with mock.patch.object(fused, "start_gather", side_effect=KeyError), pytest.raises(KeyError):
-        ops.start_gather_and_gemm_rs(x, x, w, group)
-    weight = torch.ones(1, 4, 8, device=DEVICE)
-    indices, offsets = torch.zeros(2, dtype=torch.int64), torch.arange(3)
-    given = weight, indices.to(DEVICE), offsets.to(DEVICE), group
-    with mock.patch.object(fused_bags, "forward", side_effect=KeyError), pytest.raises(KeyError):
-        flux_megatron.embedding_all_to_all(*given)
-    counts = torch.ones(2, 1, dtype=torch.int32, device=DEVICE)
-    for name, size in (("a2a_gemm", "capacity"), ("gemm_a2a", "tokens")):
-        module = call.STRATEGIES["fused"]
-        with mock.patch.object(module, name, side_effect=KeyError), pytest.raises(KeyError):
-            getattr(expert_ops, name)(x[:2], w[None], counts, group, **{size: 2})
+        fails(fused, name, getattr(ops, name), x, w)
+    fails(fused, "start_gather", ops.start_gather_and_gemm_rs, x, x, w)
+    bags = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.arange(3, device=DEVICE)
+    fails(fused_bags, "forward", flux_megatron.embedding_all_to_all, w[None], *bags)
+    given = x[:2], w[None], torch.ones(2, 1, dtype=torch.int32, device=DEVICE)
+    fails(call.STRATEGIES["fused"], "a2a_gemm", expert_ops.a2a_gemm, *given, capacity=2)
+    fails(call.STRATEGIES["fused"], "gemm_a2a", expert_ops.gemm_a2a, *given, tokens=2)
     assert report().calls == {(str(pattern), "fused"): 1 for pattern in ops.OPERATIONS}
     assert report().fallbacks == {}
 
 
-@on_device_ranks(2, environment=FUSED | {"FLUX_MEGATRON_STRICT": "1"})
-def test_strict_mode_refuses_a_fallback_before_the_call(rank):
-    """Before the call, so no rank has begun it."""
-    x, w = torch.ones(4, 4, device=DEVICE), torch.ones(4, 4, device=DEVICE)
-    made = mock.patch.object(sequential, "ag_gemm", side_effect=KeyError)
-    with made, pytest.raises(errors.FallbackRefused):
-        ops.all_gather_gemm(x.double(), w.double(), dist.group.WORLD)
-    assert (report().calls, report().fallbacks) == ({}, {})
-
-
-def check_refused() -> None:
-    x, w = torch.ones(2, 3, device=DEVICE), torch.ones(2, 4, device=DEVICE)
-    column_parallel_linear(x, w, None, group=dist.group.WORLD)
-
-
 @on_device_ranks(2, environment=FUSED)
 def test_real_calls(rank):
+    x, w = torch.ones(2, 3, device=DEVICE), torch.ones(2, 4, device=DEVICE)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for seed in range(2):
@@ -139,7 +106,7 @@ def test_real_calls(rank):
             check(Case("gemm_rs", 5, 4, 3, seed=seed, plan=Plan("sequential")))
             check(Case("ag_gemm", 5, 4, 3, seed=seed, dtype=torch.float64))
         with pytest.raises(ValueError, match="equal K"):
-            check_refused()
+            column_parallel_linear(x, w, None, group=dist.group.WORLD)
     now, reason = flux_megatron.report(), "dtype float64 is none of float32, bfloat16, float16"
     assert now.calls == {
         ("ag_gemm", "fused"): 2, ("gemm_rs", "pipelined"): 2,

@@ -1,11 +1,9 @@
-"""Every command of scripts/node.sh is one that there is, scripts/pretrain.sh fails where it
-compares less than it says, and files of docs/ that sources name are there.
+"""Every command of scripts/node.sh is one that there is; scripts/pretrain.sh fails where it
+compares less than it says; files that sources name are there, and so is what docs/map.md names.
 """
 
-from __future__ import annotations
-
 import argparse
-import inspect
+import ast
 import os
 import re
 import runpy
@@ -41,7 +39,6 @@ def commands(run: str, folder: Path) -> list[list[str]]:
 
 
 def known(words: list[str]) -> set[str]:
-    """The options of the program that `words` begin with."""
     if words[0].endswith(".py"):
         return options_of(runpy.run_path(str(ROOT / words[0]), run_name="not main"))
     if words[0].startswith("flux_megatron.lab.measure."):
@@ -54,7 +51,7 @@ def known(words: list[str]) -> set[str]:
         if word not in getattr(command, "commands", {}):
             break
         command = command.get_command(typer.Context(command), word)
-    return {option for parameter in command.params for option in parameter.opts}
+    return options_of_command(command)
 
 
 def options_in(parser: argparse.ArgumentParser) -> set[str]:
@@ -65,13 +62,13 @@ def options_of(names: dict[str, Any]) -> set[str]:
     """Of a script, by what it defines."""
     if "argparse" in names:
         return options_in(names["parser"]())
-    main, found = names["main"], set()
-    for name, parameter in inspect.signature(main, eval_str=True).parameters.items():
-        named = [
-            one for one in getattr(parameter.annotation, "__metadata__", ()) if one.param_decls
-        ]
-        found |= {*(named[0].param_decls if named else ("--" + name.replace("_", "-"),))}
-    return found
+    script = typer.Typer()
+    script.command()(names["main"])
+    return options_of_command(typer.main.get_command(script))
+
+
+def options_of_command(command: Any) -> set[str]:
+    return {option for parameter in command.params for option in parameter.opts}
 
 
 def program(words: list[str]) -> list[str]:
@@ -83,25 +80,19 @@ def program(words: list[str]) -> list[str]:
 def test_every_command_knows_its_options(run, tmp_path, monkeypatch):
     for folder in ("gpu", "differential"):  # a script finds what lies beside it
         monkeypatch.syspath_prepend(ROOT / "tests" / folder)
-    asked = 0
-    for words in commands(run, tmp_path):
-        if words[-1] == "scripts/test.sh":
-            continue
-        words = program(words)
-        given = {word for word in words if word.startswith("--")}
-        assert given <= known(words), words
-        asked += 1
+    asked = [words for words in commands(run, tmp_path) if words[-1] != "scripts/test.sh"]
     assert asked
+    for words in map(program, asked):
+        assert {word for word in words if word.startswith("--")} <= known(words), words
 
 
 def test_an_unknown_run_is_refused(tmp_path):
-    ended = subprocess.run([SCRIPT, "all", tmp_path], env={**os.environ, "GPUS": "4"},
-                           capture_output=True, text=True)  # fmt: skip
+    environment = {**os.environ, "GPUS": "4"}
+    ended = subprocess.run([SCRIPT, "all", tmp_path], env=environment, stderr=subprocess.PIPE)
     assert ended.returncode == 2
-    assert "RUN all given; shared, iterations, launches," in ended.stderr
+    assert b"RUN all given; shared, iterations, launches," in ended.stderr
 
 
-PRETRAIN = ROOT / "scripts/pretrain.sh"
 CALLS = "flux_megatron: 4 of 4 calls overlapped"
 # what the ranks print: STOCK and OURS are losses of iterations
 PRETENDED = """#!/usr/bin/env bash
@@ -116,35 +107,27 @@ done
 """
 
 
-def pretrained(folder: Path, ours: str, said: str = CALLS, models: str = "gpt"):
-    python = folder / "python"
+@pytest.mark.parametrize(
+    ("ours", "options", "code", "word"),
+    [
+        ("4.0 3.0 2.0", {}, 0, "4 of 4 calls"),
+        *((losses, {}, 1, "DIFFERENT") for losses in ("4.0 3.0 2.1", "4.0 3.0", "", "4.0 3.0 nan")),
+        ("4.0 3.0 2.0", {"SAID": ""}, 1, "NOTHING OVERLAPPED"),
+        ("4.0 3.0 2.0", {"MODELS": "gpt lama"}, 2, "MODELS has lama"),
+    ],
+)
+def test_it_passes_only_with_all_losses_and_calls(ours, options, code, word, tmp_path):
+    python = tmp_path / "python"
     python.write_text(PRETENDED)
     python.chmod(0o755)
-    given = {"PYTHON": str(python), "FLUX_MEGATRON_LM": str(folder), "MODELS": models, "RANKS": "2",
-             "STOCK": "4.0 3.0 2.0", "OURS": ours, "SAID": said}  # fmt: skip
+    given = {"PYTHON": str(python), "FLUX_MEGATRON_LM": str(tmp_path), "MODELS": "gpt",
+             "RANKS": "2", "STOCK": "4.0 3.0 2.0", "OURS": ours, "SAID": CALLS}  # fmt: skip
     run = subprocess.run(
-        ["bash", str(PRETRAIN)], env=os.environ | given, capture_output=True, text=True, timeout=60
-    )
-    return run.returncode, run.stdout + run.stderr
-
-
-@pytest.mark.parametrize(
-    ("given", "code", "word"),
-    [
-        ({"ours": "4.0 3.0 2.0"}, 0, "4 of 4 calls"),
-        ({"ours": "4.0 3.0 2.1"}, 1, "DIFFERENT"),
-        ({"ours": "4.0 3.0"}, 1, "DIFFERENT"),
-        ({"ours": ""}, 1, "DIFFERENT"),
-        ({"ours": "4.0 3.0 nan"}, 1, "DIFFERENT"),
-        ({"ours": "4.0 3.0 2.0", "said": ""}, 1, "NOTHING OVERLAPPED"),
-        ({"ours": "4.0 3.0 2.0", "models": "gpt lama"}, 2, "MODELS has lama"),
-    ],
-    ids=["same", "other losses", "fewer", "none", "nan", "no calls", "no such model"],
-)
-def test_it_passes_only_with_all_losses_and_calls(given, code, word, tmp_path):
-    status, output = pretrained(tmp_path, **given)
-    assert status == code, output
-    assert word in output
+        ["bash", ROOT / "scripts/pretrain.sh"], env=os.environ | given | options,
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert run.returncode == code, run.stdout + run.stderr
+    assert word in run.stdout + run.stderr
 
 
 NAMED = re.compile(r"docs/[\w/.-]*\w\.(?:md|svg|jsonl?|png)\b")
@@ -160,9 +143,43 @@ def gone(text: str) -> list[str]:
     return lost + [f"decision {n}" for n in DECISION.findall(text) if n not in records]
 
 
-@pytest.mark.parametrize("folder", ["flux_megatron", "scripts", "tests"])
-def test_every_named_file_is_there(folder):
-    found = {str(file.relative_to(ROOT)): gone(file.read_text())
-             for file in SOURCES if file.is_relative_to(ROOT / folder)
-             and file != Path(__file__)}  # fmt: skip
+def test_every_named_file_is_there():
+    found = {file: gone(file.read_text()) for file in SOURCES if file != Path(__file__)}
     assert {file: names for file, names in found.items() if names} == {}
+
+
+PACKAGE = ROOT / "flux_megatron"
+PATH, ROOMS = (ROOT / "docs/map.md").read_text(encoding="utf-8").split("## The rooms")
+FILE = re.compile(r"`([\w/]+\.(?:py|c))`")
+NAME = re.compile(r"`(\w+(?:\.\w+)?)`")
+STRATEGIES = {"hopper", "sequential", "signalled"}
+NO_ROOMS = {"__init__.py", "__main__.py", "__pycache__", "lab", "py.typed", "version.py"}
+
+
+def defined(file: Path) -> set[str]:
+    """The functions and classes of a file; methods as Class.method."""
+    if file.suffix == ".c":
+        return set(re.findall(r"^static \w+ \*?(\w+)\(", file.read_text(), re.M))
+    found = set()
+    for one in ast.parse(file.read_text()).body:
+        if isinstance(one, ast.ClassDef | ast.FunctionDef):
+            found.add(one.name)
+        if isinstance(one, ast.ClassDef):
+            found |= {f"{one.name}.{m.name}" for m in one.body if isinstance(m, ast.FunctionDef)}
+    return found
+
+
+def test_the_path_has_ten_lines_and_every_function_is_in_a_file_that_its_line_names():
+    numbers = re.findall(r"^(\d+)\. `[\w/]+\.(?:py|c)`, `[\w.]+`", PATH, re.M)
+    assert numbers == [str(number) for number in range(1, 11)]
+    for line in PATH.splitlines():
+        files = FILE.findall(line)
+        there = {name for file in files for name in defined(PACKAGE / file)}
+        assert not files or {*NAME.findall(FILE.sub("", line))} <= there | STRATEGIES, line
+
+
+def test_every_room_has_a_line():
+    cells = "".join(re.findall(r"^\| (`.*?) \|", ROOMS, re.M))
+    product = {entry.name for entry in PACKAGE.iterdir()} - NO_ROOMS
+    lab = {f"lab/{one.parent.name}" for one in PACKAGE.glob("lab/*/__init__.py")}
+    assert {room.rstrip("/") for room in re.findall(r"`([\w./]+)`", cells)} == product | lab

@@ -1,7 +1,5 @@
 """Every name by which an option of a recorded Megatron-LM reaches our layers has a decision."""
 
-from __future__ import annotations
-
 import pytest
 from test_argument_table import exists
 
@@ -29,14 +27,9 @@ PROVIDER = "class LocalSpecProvider:\n    def linear(self): ...\n\n    def norm(
 
 def undecided(release: str) -> list[str]:
     found = RELEASES[release]
+    names = {(seam, n) for seam in ("provider", "linear", "forward") for n in found[seam]}
     fields = [name for name in found["config"] if seams.row_of_field(name) is None]
-    others = [
-        f"{seam} {name}"
-        for seam in ("provider", "linear", "forward")
-        for name in found[seam]
-        if (seam, name) not in seams.table()
-    ]
-    return fields + others
+    return fields + [name for _, name in names - seams.table().keys()]
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -48,7 +41,7 @@ def test_every_name_of_a_recorded_release_is_decided(release):
 def test_a_name_that_nobody_decided_on_is_seen(monkeypatch, seam):
     newest = RELEASES["main-d98e8a64"]
     monkeypatch.setitem(newest, seam, [*newest[seam], "brand_new"])
-    assert [name.split()[-1] for name in undecided("main-d98e8a64")] == ["brand_new"]
+    assert undecided("main-d98e8a64") == ["brand_new"]
 
 
 def test_every_row_is_a_name_of_some_release():
@@ -80,13 +73,11 @@ def test_names_of_a_checkout(tmp_path):
     assert recorder.recorded(file.parent) == recorder.names(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("field", "option"),
-    [("bf16", "--bf16"), ("rotary_interleaved", "--rotary-interleaved"), ("fp8", "fp8"),
-     ("tensor_parallel_num_weight_shards", "tensor_parallel_num_weight_shards")],
-)  # fmt: skip
-def test_a_field_has_its_own_row_or_that_of_its_argument(field, option):
-    assert seams.row_of_field(field).option == option
+def test_a_field_has_its_own_row_or_that_of_its_argument():
+    of_arguments = {"bf16": "--bf16", "rotary_interleaved": "--rotary-interleaved"}
+    own = {name: name for name in ("fp8", "tensor_parallel_num_weight_shards")}
+    for field, option in (of_arguments | own).items():
+        assert seams.row_of_field(field).option == option
     assert seams.row_of_field("brand_new") is None
 
 

@@ -1,7 +1,5 @@
 """The FLUX_MEGATRON_* variables: defaults, accepted values, and errors that name the variable."""
 
-from __future__ import annotations
-
 import runpy
 import warnings
 from dataclasses import FrozenInstanceError
@@ -14,31 +12,28 @@ from flux_megatron import settings
 from flux_megatron.settings import Settings, read
 
 ROOT = Path(__file__).parents[1]
+fields = Settings.__dataclass_fields__
+
+
+def named(**values: str) -> dict[str, str]:
+    return {f"FLUX_MEGATRON_{name}": value for name, value in values.items()}
 
 
 def test_defaults():
     assert read({}) == Settings(strategy="auto", strict=False, timeout_s=None, poison=False)
     assert read({"OTHER": "1"}) == Settings()
+    for strategy in ("auto", "fused", "pipelined", "hopper", "sequential"):
+        assert read(named(STRATEGY=strategy)).strategy == strategy
+    assert read({}).cache == read(named(CACHE="")).cache == Path.home() / ".cache/flux_megatron"
+    assert read(named(CACHE="~/plans")).cache == Path.home() / "plans"
 
 
 def test_every_variable_is_read():
-    environment = {
-        "FLUX_MEGATRON_STRATEGY": "pipelined",
-        "FLUX_MEGATRON_STRICT": "1",
-        "FLUX_MEGATRON_TIMEOUT_S": "2.5",
-        "FLUX_MEGATRON_POISON": "1",
-        "FLUX_MEGATRON_TUNE": "on",
-        "FLUX_MEGATRON_TUNE_SECONDS": "7",
-        "FLUX_MEGATRON_BESIDE": "1",
-        "FLUX_MEGATRON_CACHE": "/somewhere",
-        "FLUX_MEGATRON_NVTX": "1",
-        "FLUX_MEGATRON_NATIVE": "0",
-        "FLUX_MEGATRON_ALLOW": "sft  train_step",
-        "FLUX_MEGATRON_ENABLE": "1",
-    }
-    assert environment.keys() == {
-        f"FLUX_MEGATRON_{name.upper()}" for name in Settings.__dataclass_fields__
-    }
+    environment = named(
+        STRATEGY="pipelined", STRICT="1", TIMEOUT_S="2.5", POISON="1", TUNE="on", TUNE_SECONDS="7",
+        BESIDE="1", CACHE="/somewhere", NVTX="1", NATIVE="0", ALLOW="sft  train_step", ENABLE="1",
+    )  # fmt: skip
+    assert environment.keys() == named(**{n.upper(): "" for n in fields}).keys()
     assert read(environment) == Settings(
         "pipelined", strict=True, timeout_s=2.5, poison=True,
         tune="on", tune_seconds=7.0, beside="1", cache=Path("/somewhere"),
@@ -46,46 +41,26 @@ def test_every_variable_is_read():
     )  # fmt: skip
 
 
-def test_the_cache_is_in_the_home_folder_by_default():
-    assert read({}).cache == read({"FLUX_MEGATRON_CACHE": ""}).cache
-    assert read({"FLUX_MEGATRON_CACHE": "~/plans"}).cache == Path.home() / "plans"
-    assert read({}).cache == Path.home() / ".cache" / "flux_megatron"
-
-
-@pytest.mark.parametrize("strategy", ["auto", "fused", "pipelined", "hopper", "sequential"])
-def test_strategies(strategy):
-    assert read({"FLUX_MEGATRON_STRATEGY": strategy}).strategy == strategy
-
-
 @pytest.mark.parametrize(
-    ("name", "value", "expected"),
+    ("given", "expected"),
     [
-        ("FLUX_MEGATRON_STRATEGY", "fast", "expected one of"),
-        ("FLUX_MEGATRON_STRATEGY", "", "expected one of"),
-        ("FLUX_MEGATRON_STRICT", "yes", "expected 0 or 1"),
-        ("FLUX_MEGATRON_STRICT", "", "expected 0 or 1"),
-        ("FLUX_MEGATRON_POISON", "2", "expected 0 or 1"),
-        ("FLUX_MEGATRON_NVTX", "on", "expected 0 or 1"),
-        ("FLUX_MEGATRON_NATIVE", "all", "expected 0 or 1"),
-        ("FLUX_MEGATRON_TIMEOUT_S", "0", "expected seconds above 0"),
-        ("FLUX_MEGATRON_TIMEOUT_S", "-1", "expected seconds above 0"),
-        ("FLUX_MEGATRON_TIMEOUT_S", "soon", "expected seconds above 0"),
-        ("FLUX_MEGATRON_TIMEOUT_S", "inf", "expected seconds above 0"),
-        ("FLUX_MEGATRON_TIMEOUT_S", "nan", "expected seconds above 0"),
-        ("FLUX_MEGATRON_TUNE", "eager", "expected one of"),
-        ("FLUX_MEGATRON_BESIDE", "yes", "expected one of"),
-        ("FLUX_MEGATRON_BESIDE", "", "expected one of"),
-        ("FLUX_MEGATRON_TUNE_SECONDS", "0", "expected seconds above 0"),
-        ("FLUX_MEGATRON_TUNE_SECONDS", "long", "expected seconds above 0"),
+        ("STRATEGY=fast STRATEGY= TUNE=eager BESIDE=yes BESIDE=", "one of"),
+        ("STRICT=yes STRICT= POISON=2 NVTX=on NATIVE=all", "0 or 1"),
+        ("TIMEOUT_S=0 TIMEOUT_S=-1 TIMEOUT_S=soon TIMEOUT_S=inf TIMEOUT_S=nan", "seconds above 0"),
+        ("TUNE_SECONDS=0 TUNE_SECONDS=long", "seconds above 0"),
     ],
 )
-def test_errors_name_the_variable_and_its_value(name, value, expected):
-    with pytest.raises(ValueError, match=f"^{name}={value!r}, {expected}"):
-        read({name: value})
+def test_errors_name_the_variable_and_its_value(given, expected):
+    for word in given.split():
+        name, _, value = word.partition("=")
+        with pytest.raises(
+            ValueError, match=f"^FLUX_MEGATRON_{name}={value!r}, expected {expected}"
+        ):
+            read(named(**{name: value}))
 
 
 def test_a_mistyped_name_is_said_with_the_nearest():
-    given = {"FLUX_MEGATRON_STRATEGIE": "fused", "FLUX_MEGATRON_LM": "/lm", "OTHER": "1"}
+    given = named(STRATEGIE="fused", LM="/lm") | {"OTHER": "1"}
     assert settings.unknown(given) == {
         "FLUX_MEGATRON_STRATEGIE": "FLUX_MEGATRON_STRATEGIE is no variable of flux_megatron, it is "
         "ignored; FLUX_MEGATRON_STRATEGY expected?"
@@ -117,17 +92,14 @@ def test_read_once_until_reload(monkeypatch):
     monkeypatch.setenv("FLUX_MEGATRON_STRATEGY", "pipelined")
     assert settings.get().strategy == "fused"
     assert settings.reload().strategy == settings.get().strategy == "pipelined"
+    with pytest.raises(FrozenInstanceError):
+        settings.get().strict = True
     monkeypatch.undo()
     settings.reload()
 
 
-def test_frozen():
-    with pytest.raises(FrozenInstanceError):
-        settings.get().strict = True
-
-
 def test_every_field_is_a_variable_in_the_table_and_the_page_has_that_table():
-    for name in Settings.__dataclass_fields__:
+    for name in fields:
         assert f"| FLUX_MEGATRON_{name.upper()} |" in settings.__doc__
     tables = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts/reference_tables.py")))
     assert tables.block("variables", tables.variables()) in tables.VARIABLES.read_text()

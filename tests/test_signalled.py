@@ -1,7 +1,5 @@
 """`signalled`: exact against the reference, in bands of any size, also between nodes."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,13 +10,13 @@ import torch
 import torch.distributed as dist
 from cases import Case, call, operands
 from closeness import assert_exact
-from ranks import DEVICE, here, on_cpu_ranks, on_device, on_device_ranks, run_ranks
+from layer_cases import check, layer
+from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops
 from flux_megatron.kernels import hopper_config, hopper_gemm
 from flux_megatron.kernels.signalled_gemm import bands
-from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.overlap import registry, signalled
 from flux_megatron.overlap.gathered_bands import ends_of
 from flux_megatron.patterns import ROW, Pattern
@@ -62,25 +60,23 @@ def test_exact(rank, turns):
         for case in cases()[:: 3 if group.size() == 8 else 1]:
             given = operands(case, group.size())
             results.append((call(case, given, group), given.expected[rank], f"{turn} {case}"))
-            if case.pattern == "ag_gemm":
-                continue
-            x, w = given.x[rank].to(DEVICE), given.w[rank].to(DEVICE)
-            y = ops.gemm_all_reduce(x, w, group, layout=case.layout, plan=case.plan)
-            results.append((y, torch.cat(given.expected), f"{turn} all-reduce {case}"))
+            if case.pattern == "gemm_rs":
+                x, w = given.x[rank].to(DEVICE), given.w[rank].to(DEVICE)
+                y = ops.gemm_all_reduce(x, w, group, layout=case.layout, plan=case.plan)
+                results.append((y, torch.cat(given.expected), f"{turn} all-reduce {case}"))
     for y, expected, what in results:  # all of them now: later calls leave results alone
         assert_exact(y, expected, what)
     assert not workspace(group, here()).size_bytes
     report = flux_megatron.report()
     by_us = sum(n for (pattern, _), n in report.calls.items() if pattern != "ag_gemm")
     assert report.kernels["signalled_gemm"] == by_us
-    assert f"signalled_gemm {report.kernels['signalled_gemm']}" in str(report)
+    assert f"signalled_gemm {by_us}" in str(report)
     calls = turns * (len(GROUPS) if group.size() < 8 else 3)
     assert report.calls == {(name, "signalled"): calls for name in ALL}
 
 
 @on_device_ranks(3)
 def test_gathered_rows_of_a_late_rank_in_order(rank):
-    """The rows that wgrad gets, in order, and y, from ranks of which the last is late."""
     group, plan = dist.group.WORLD, Plan("signalled", tile=SMALL, group_rows=(2, 3))
     x, w = (torch.arange(rows * 4, device=DEVICE).view(rows, 4).float() for rows in (7, 3))
     for turn in range(3):
@@ -109,13 +105,12 @@ def test_bands_cover_all_rows_in_order():
         for group_rows in ((), (16,), (100,), (30, 30, 30, 30), (7, 9)):
             gathered = bands(rows, 40, 1, group_rows, SMALL)
             assert ends_of(rows, group_rows) == [band.first + band.rows for band in gathered]
-            made = bands(rows, 40, 3, group_rows, SMALL)
-            assert [band.first for band in made] == [
-                sum(b.rows for b in made[:n]) for n in range(len(made))
-            ]
-            assert sum(band.rows for band in made) == rows
+            made, end = bands(rows, 40, 3, group_rows, SMALL), 0
             for band in made:
+                assert band.first == end
                 assert band.tiles == 3 * -(-band.rows // 16) * 3 > 0
+                end += band.rows
+            assert end == rows
 
 
 def test_the_hopper_kernel_makes_bands_of_whole_tiles(monkeypatch):
@@ -165,65 +160,35 @@ def test_default_plans_have_bands_of_whole_tiles():
                 assert all(size % block == 0 for size in plan.group_rows)
                 assert 0 < rows - sum(plan.group_rows) <= max(block, *plan.group_rows, 0)
     assert len(plan.group_rows) == 7
-
-
-def layers(rank: int) -> dict[tuple[str, str], int]:
-    """Forward and backward of a column and a row layer: y, dx and dw."""
-    group, (M, N, K) = dist.group.WORLD, (12, 8, 6)
-    R, made = group.size(), torch.Generator().manual_seed(0)
-    x = torch.randint(-2, 3, (M, K), generator=made).float()
-    w1, w2 = (
-        torch.randint(-2, 3, shape, generator=made).float()
-        for shape in ((R, N, K), (R, K, N))
-    )  # fmt: skip
-    dy = torch.randint(-2, 3, (M, K), generator=made).float()
-    local = [t.to(DEVICE).requires_grad_() for t in (x.chunk(R)[rank], w1[rank], w2[rank])]
-    h = column_parallel_linear(local[0], local[1], None, group=group)
-    y = row_parallel_linear(h, local[2], group=group)
-    y.backward(dy.chunk(R)[rank].to(DEVICE))
-    whole = [t.clone().requires_grad_() for t in (x, w1, w2)]
-    expected = sum((whole[0] @ whole[1][r].t()) @ whole[2][r].t() for r in range(R))
-    expected.backward(dy)
-    assert_exact(y, expected.chunk(R)[rank], "y")
-    for name, given, reference in zip(
-        ("dx", "dw1", "dw2"), local,
-        (whole[0].grad.chunk(R)[rank], whole[1].grad[rank], whole[2].grad[rank]), strict=True,
-    ):  # fmt: skip
-        assert_exact(given.grad, reference, name)
-    return flux_megatron.report().calls
-
-
-WANTED = {"FLUX_MEGATRON_STRATEGY": "signalled"}
-OVERLAPPED = {("gemm_rs", "signalled"): 2, ("ag_gemm", "signalled"): 2}
-
-
-def test_layers_forward_and_backward():
-    """A column layer's dgrad scatters, so does a row layer's forward; the others gather."""
-    for counted in on_device(layers, 2, environment=WANTED):
-        assert counted == OVERLAPPED
-
-
-def test_the_named_strategy_has_four_bands():
     for pattern in (ROW, Pattern.GEMM_AR):
         asked = Problem(pattern, 8192, 12288, 12288, "bfloat16", 2, device=DEVICE)
-        assert len(signalled.default_plan(asked).group_rows) == 3
+        assert len(signalled.default_plan(asked).group_rows) == 3, "four bands"
 
 
-def on_two_nodes(rank: int) -> tuple[dict, str]:
-    group = dist.group.WORLD
-    host = f"node-{rank // (group.size() // 2)}"
-    with mock.patch.object(places, "machine", return_value=host):
-        counted = layers(rank)
-    return counted, workspace(group, torch.device("cpu")).unavailable
+def layers(rank: int) -> None:
+    """Forward and backward: a column layer's dgrad scatters, so does a row layer's forward; the
+    others gather.
+    """
+    flux_megatron.reset_report()
+    R = dist.get_world_size()
+    for kind in ("column", "row"):
+        check(layer(kind, R, torch.float32, (12 // R,), 8, 6, False), rank, "xw")
+    overlapped = {("gemm_rs", "signalled"): 2, ("ag_gemm", "signalled"): 2}
+    assert flux_megatron.report().calls == overlapped
+
+
+@on_device_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "signalled"})
+def test_layers_forward_and_backward(rank):
+    layers(rank)
 
 
 @pytest.mark.parametrize("strategy", ["auto", "signalled"])
-def test_between_nodes_where_nothing_else_overlaps(strategy):
+@on_cpu_ranks(4, environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
+def test_between_nodes_where_nothing_else_overlaps(rank):
     """Two hosts of two ranks each, without shared memory between them."""
-    found = run_ranks(on_two_nodes, 4, environment={"FLUX_MEGATRON_STRATEGY": strategy})
-    for counted, unavailable in found:
-        assert "spans 2 nodes" in unavailable
-        assert counted == OVERLAPPED
+    with mock.patch.object(places, "machine", return_value=f"node-{rank // 2}"):
+        layers(rank)
+    assert "spans 2 nodes" in workspace(dist.group.WORLD, torch.device("cpu")).unavailable
 
 
 @on_cpu_ranks(2)
@@ -239,27 +204,21 @@ def test_a_communicator_for_each_number_of_sms(monkeypatch):
     """As on GPUs, where the group's own would have as many CTAs as it likes; they end with the
     workspace.
     """
-    made: list[int] = []
-    ended: list[int] = []
-    capture = [False]
-
-    def own(space, sms):
-        made.append(sms)
-        return SimpleNamespace(abort=lambda: ended.append(sms))
-
+    own, capturing = mock.Mock(side_effect=lambda space, sms: mock.Mock()), mock.Mock()
     monkeypatch.setattr(signalled, "_nccl", own)
-    monkeypatch.setattr(signalled, "capturing", lambda device: capture[0])
+    monkeypatch.setattr(signalled, "capturing", capturing)
+    capturing.return_value = False
     group, stage = SimpleNamespace(group_name="one"), signalled.Stage(torch.device("cpu"))
     space = SimpleNamespace(group=group, device=torch.device("cuda"), kept={"signalled": stage})
     assert signalled.communicator(space, 0) is group
     few, many = (signalled.communicator(space, sms) for sms in (4, 16))
-    capture[0] = True
+    capturing.return_value = True
     assert signalled.communicator(space, 4) is few is not many
     with pytest.raises(errors.WorkspaceError, match="make the same call once before"):
         signalled.communicator(space, 8)
-    assert made == [4, 16]
+    assert [one.args[1] for one in own.call_args_list] == [4, 16]
     stage.close()
-    assert sorted(ended) == made
+    assert few.abort.call_count == many.abort.call_count == 1
 
 
 @on_cpu_ranks(2)
@@ -271,7 +230,5 @@ def test_an_error_in_the_middle_breaks_the_group(rank):
         pytest.raises(RuntimeError, match="no kernel"),
     ):
         ops.gemm_reduce_scatter(x, w, group, plan=plan)
-    with pytest.raises(errors.GroupBroken) as refused:
+    with pytest.raises(errors.GroupBroken, match="no kernel"):
         ops.gemm_reduce_scatter(x, w, group, plan=plan)
-    reported = str(refused.value)
-    assert "no kernel" in reported

@@ -1,27 +1,15 @@
 """`signalled` experts: exact against the reference in any number of bands, also between nodes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import test_expert_parallel as tests
 import torch
 import torch.distributed as dist
 from closeness import assert_exact
-from ranks import DEVICE, on_cpu_ranks, on_device, run_ranks
-from test_expert_parallel import (
-    PLANS,
-    ROUTINGS,
-    SMALL,
-    calls,
-    idle_source,
-    nothing,
-    one_rank,
-    operands,
-    uneven,
-)
+from ranks import DEVICE, on_cpu_ranks, on_device, on_device_ranks
 
 import flux_megatron
 from flux_megatron import errors
@@ -34,23 +22,23 @@ from flux_megatron.symm.workspace import workspace
 
 
 def plan_of(splits: int, tma: bool = False) -> Plan:
-    return Plan("signalled", tile=replace(SMALL, tma=tma), splits=splits, comm_sms=8)
+    return Plan("signalled", tile=replace(tests.SMALL, tma=tma), splits=splits, comm_sms=8)
 
 
 def exact(
     rank: int, plan: Plan, layouts: tuple, routings: tuple, experts: int = 3
 ) -> dict[str, int]:
-    with mock.patch.dict(PLANS, {"small tiles": plan}):
-        return calls(rank, "small tiles", layouts, routings, experts)
+    with mock.patch.dict(tests.PLANS, {"small tiles": plan}):
+        return tests.calls(rank, "small tiles", layouts, routings, experts)
 
 
 @pytest.mark.parametrize(
     ("world_size", "splits", "layouts", "routings"),
     [
-        (1, 2, ("nn",), (uneven, nothing)),
-        (2, 3, ("nt", "nn"), ROUTINGS),
-        (3, 2, ("nn", "nt"), (uneven, one_rank)),
-        (4, MAX_GROUPS, ("nn", "nt"), (uneven, one_rank, idle_source)),
+        (1, 2, ("nn",), (tests.uneven, tests.nothing)),
+        (2, 3, ("nt", "nn"), tests.ROUTINGS),
+        (3, 2, ("nn", "nt"), (tests.uneven, tests.one_rank)),
+        (4, MAX_GROUPS, ("nn", "nt"), (tests.uneven, tests.one_rank, tests.idle_source)),
     ],
 )
 def test_exact(world_size, splits, layouts, routings):
@@ -59,77 +47,67 @@ def test_exact(world_size, splits, layouts, routings):
 
 
 def test_exact_of_eight_ranks():
-    plan = replace(plan_of(3), tile=replace(SMALL, block_m=32, block_n=32, block_k=32))
-    for counted in on_device(exact, 8, plan, ("nt", "nn"), (uneven, idle_source), 1):
+    plan = replace(plan_of(3), tile=replace(tests.SMALL, block_m=32, block_n=32, block_k=32))
+    for counted in on_device(exact, 8, plan, ("nt", "nn"), (tests.uneven, tests.idle_source), 1):
         assert counted == {"signalled": 4}
 
 
 def test_exact_by_tma():
-    on_device(exact, 2, plan_of(2, tma=True), ("nt", "nn"), (uneven, one_rank))
-
-
-def layer(rank: int) -> tuple[dict, str, list]:
-    """A layer's forward and backward on ranks of two hosts, without shared memory between them."""
-    group = dist.group.WORLD
-    host = f"node-{rank // (group.size() // 2)}"
-    with mock.patch.object(places, "machine", return_value=host):
-        calls(rank, "fused", ("nt",), (uneven, idle_source))  # no plan
-    report = flux_megatron.report()
-    unavailable = workspace(group, torch.device("cpu")).unavailable
-    return report.calls, unavailable, [*report.fallbacks]
+    on_device(exact, 2, plan_of(2, tma=True), ("nt", "nn"), (tests.uneven, tests.one_rank))
 
 
 @pytest.mark.parametrize("strategy", ["auto", "signalled"])
-def test_between_nodes_where_fused_cannot(strategy):
-    environment = {"FLUX_MEGATRON_STRATEGY": strategy}
-    for counted, unavailable, fallbacks in run_ranks(layer, 4, environment=environment):
-        assert "spans 2 nodes" in unavailable
-        assert counted == {("a2a_gemm", "signalled"): 4, ("gemm_a2a", "signalled"): 4}
-        assert not fallbacks
+@on_cpu_ranks(4, environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
+def test_between_nodes_where_fused_cannot(rank):
+    """A layer's forward and backward on ranks of two hosts, without shared memory between them."""
+    with mock.patch.object(places, "machine", return_value=f"node-{rank // 2}"):
+        tests.calls(rank, "fused", ("nt",), (tests.uneven, tests.idle_source))  # no plan
+    assert "spans 2 nodes" in workspace(dist.group.WORLD, torch.device("cpu")).unavailable
+    report = flux_megatron.report()
+    assert report.calls == {("a2a_gemm", "signalled"): 4, ("gemm_a2a", "signalled"): 4}
+    assert not report.fallbacks
 
 
-def chosen(rank: int) -> tuple[list, list]:
+@pytest.mark.parametrize(("strategy", "overlapped"), [("auto", "fused"), ("signalled",) * 2])
+@on_device_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
+def test_what_no_kernel_takes_falls_back(rank, overlapped):
     x, w = torch.ones(6, 4, device=DEVICE), torch.ones(3, 8, 4, device=DEVICE)
     counts = torch.ones(2, 3, dtype=torch.int32, device=DEVICE)
+    flux_megatron.reset_report()
     for dtype in (torch.float32, torch.float64):
         ops.a2a_gemm(x.to(dtype), w.to(dtype), counts, dist.group.WORLD, capacity=7)
     report = flux_megatron.report()
-    return [*report.calls], [reason for _, reason in report.fallbacks]
+    assert [*report.calls] == [("a2a_gemm", overlapped), ("a2a_gemm", "sequential")]
+    ((_, reason),) = report.fallbacks
+    assert reason == "dtype float64 is none of float32, bfloat16, float16"
 
 
-def test_what_no_kernel_takes_falls_back():
-    for strategy, overlapped in (("auto", "fused"), ("signalled", "signalled")):
-        environment = {"FLUX_MEGATRON_STRATEGY": strategy}
-        for counted, reasons in on_device(chosen, 2, environment=environment):
-            assert counted == [("a2a_gemm", overlapped), ("a2a_gemm", "sequential")]
-            assert reasons == ["dtype float64 is none of float32, bfloat16, float16"]
+REFUSED = {
+    "capacity": "^rank 1 receives 24 rows, capacity for at most 23 given$",
+    "counts": "the counts of rank 1 name 14 rows, 12 expected",
+}
 
 
-def refused(rank: int, spoil: str) -> str:
-    given = operands(one_rank, 2, 3, 20, 24, torch.float32, "nt", spare=0)
-    counts = given.counts[rank].clone()
+@pytest.mark.parametrize("spoil", REFUSED)
+@on_device_ranks(2)
+def test_rows_that_do_not_fit_are_refused_by_all_ranks(rank, spoil):
+    given, group = (
+        tests.operands(tests.one_rank, 2, 3, 20, 24, torch.float32, "nt", spare=0),
+        dist.group.WORLD,
+    )
+    x, w, counts = (one[rank].to(DEVICE) for one in (given.x, given.w, given.counts))
+    spoiled, capacity = counts.clone(), given.capacity - (spoil == "capacity")
     if spoil == "counts" and rank == 1:
-        counts[0, 1] = 2
-    capacity = given.capacity - (spoil == "capacity")
-    x, w, counts = (one.to(DEVICE) for one in (given.x[rank], given.w[rank], counts))
-    with pytest.raises(errors.CapacityExceeded) as caught:
-        ops.a2a_gemm(x, w, counts, dist.group.WORLD, capacity=capacity, plan=plan_of(2))
+        spoiled[0, 1] = 2
+    with pytest.raises(errors.CapacityExceeded, match=REFUSED[spoil]):
+        ops.a2a_gemm(x, w, spoiled, group, capacity=capacity, plan=plan_of(2))
     # nothing has begun, so the group is whole
-    counts = given.counts[rank].to(DEVICE)
-    ops.a2a_gemm(x, w, counts, dist.group.WORLD, capacity=given.capacity, plan=plan_of(2))
-    return str(caught.value)
-
-
-def test_rows_that_do_not_fit_are_refused_by_all_ranks():
-    for reported in on_device(refused, 2, "capacity"):
-        assert reported == "rank 1 receives 24 rows, capacity for at most 23 given"
-    for reported in on_device(refused, 2, "counts"):
-        assert "the counts of rank 1 name 14 rows, 12 expected" in reported
+    ops.a2a_gemm(x, w, counts, group, capacity=given.capacity, plan=plan_of(2))
 
 
 @on_cpu_ranks(2)
 def test_an_error_in_the_middle_breaks_the_group(rank):
-    given = operands(uneven, 2, 3, 20, 24, torch.float32, "nt", spare=0)
+    given = tests.operands(tests.uneven, 2, 3, 20, 24, torch.float32, "nt", spare=0)
     x, w, counts, group = given.x[rank], given.w[rank], given.counts[rank], dist.group.WORLD
     call = {"capacity": given.capacity, "plan": plan_of(2)}
     with (
@@ -137,18 +115,14 @@ def test_an_error_in_the_middle_breaks_the_group(rank):
         pytest.raises(RuntimeError, match="no kernel"),
     ):
         ops.a2a_gemm(x, w, counts, group, **call)
-    with pytest.raises(errors.GroupBroken) as caught:
+    with pytest.raises(errors.GroupBroken, match="no kernel"):
         ops.a2a_gemm(x, w, counts, group, **call)
-    reported = str(caught.value)
-    assert "no kernel" in reported
 
 
 @on_cpu_ranks(1)
 def test_a_capture_is_refused_by_name(rank):
-    counts, space = (
-        torch.ones(1, 2, dtype=torch.int32),
-        workspace(dist.group.WORLD, torch.device("cpu")),
-    )
+    counts = torch.ones(1, 2, dtype=torch.int32)
+    space = workspace(dist.group.WORLD, counts.device)
     with (
         mock.patch.object(host_counts, "capturing", return_value=True),
         pytest.raises(errors.WorkspaceError, match="counts on the host"),
@@ -173,9 +147,8 @@ def test_all_ranks_cut_alike(ranks, experts):
     for seed, splits in ((0, 1), (1, 4), (2, 100)):
         every = counts_of(ranks, experts, seed)
         orders = [order_of(every, rank, splits, 16) for rank in range(ranks)]
-        numbers = {len(order.bands) for order in orders}
-        assert len(numbers) == 1
-        assert numbers.pop() <= min(splits, MAX_GROUPS, experts * (ranks - 1))
+        (number,) = {len(order.bands) for order in orders}
+        assert number <= min(splits, MAX_GROUPS, experts * (ranks - 1))
         for band in zip(*(order.bands for order in orders), strict=True):
             assert any(last > first for one in band for first, last in one.far)
             for here in range(ranks):
@@ -205,26 +178,19 @@ def test_bands_have_about_as_many_rows_each():
 
 def test_the_library_s_all_to_all_gets_the_pieces_as_they_are():
     """As on GPUs: no copy before it or after it."""
-    made = []
-    group = SimpleNamespace(
-        alltoall=lambda received, sent: (
-            made.append((received, sent)) or SimpleNamespace(wait=lambda: made.append("waited"))
-        )
-    )
-    pieces = [SimpleNamespace(device=torch.device("cuda"))] * 2
+    group, pieces = mock.Mock(), [SimpleNamespace(device=torch.device("cuda"))] * 2
     signalled.exchange(group, pieces, pieces)
-    assert made == [(pieces, pieces), "waited"]
+    assert group.mock_calls == [mock.call.alltoall(pieces, pieces), mock.call.alltoall().wait()]
 
 
 def test_a_band_without_rows_here_is_no_launch():
     """A launch that no CTA ends would leave its claims behind."""
     order = order_of(torch.zeros(2, 2, 3, dtype=torch.int32), 0, 4, 16)
     assert (order.bands, order.near_tile_rows) == ([], 0)
-    nothing_here = torch.empty(0, 4)
     kernels.signalled_experts(
-        nothing_here, nothing_here, nothing_here, torch.ones(3, 8, 4), order.table, far_groups=3,
-        first=0, tile_rows=0, counters=order.table, work_counter=order.table, spare_sms=0,
-        back=True, layout="nt", tile=SMALL,
+        *[torch.empty(0, 4)] * 3, torch.ones(3, 8, 4), order.table, far_groups=3, first=0,
+        tile_rows=0, counters=order.table, work_counter=order.table, spare_sms=0, back=True,
+        layout="nt", tile=tests.SMALL,
     )  # fmt: skip
 
 

@@ -2,8 +2,6 @@
 logs of as many calls.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,14 +17,13 @@ from flux_megatron import errors
 from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile
 from flux_megatron.overlap import transfer
 from flux_megatron.problem import Plan, Tile
-from flux_megatron.symm import signals
-from flux_megatron.symm.call_log import ENTRIES, CallLog
-from flux_megatron.symm.channel import REFRESH_EVERY, Channel
-from flux_megatron.symm.enqueue import X
+from flux_megatron.symm import call_log, enqueue, signals
+from flux_megatron.symm.channel import REFRESH_EVERY
 from flux_megatron.symm.program import CallProgram
 from flux_megatron.symm.workspace import workspace
 
 LARGE = (2**20 // 8 + 8, 16384)  # a shard of 2**20 rows over 8 ranks: beyond 2**31 elements
+SHARD_BYTES = 2 * LARGE[0] * LARGE[1]
 
 
 def pushes(
@@ -46,7 +43,7 @@ def pushes(
         to, (register, offset), *numbers = push.operands
         assert push.method == ("copy_rows" if part_columns else "copy")
         assert signal.method == "signal"
-        assert register == X.register
+        assert register == enqueue.X.register
         peer = to.register - gather.channel.first
         assert signal.operands[0].register == gather.channel.first + world_size + peer
         signals.add(signal.operands[0])
@@ -55,27 +52,24 @@ def pushes(
     return found
 
 
-def test_pushes_of_a_large_shard():
-    """They cover the shard, each behind the one before, with offsets beyond 2**32 bytes."""
-    M_shard, K = LARGE
-    shard_bytes, end = M_shard * K * 2, 0
-    assert shard_bytes > 2**32
-    for peer, destination, (offset, size_bytes) in pushes(LARGE, 2, 5000):
-        assert offset == end
-        assert (peer, destination) == (0, shard_bytes + end), "rank 1's rows at rank 0"
-        end += size_bytes
-    assert end == shard_bytes
+M_SHARD, K = LARGE
 
 
-def test_pushes_of_parts_of_large_rows():
-    """Each takes the next columns of every row, and its rows lie as far apart as those of x."""
-    M_shard, K = LARGE
+@pytest.mark.parametrize(
+    ("comm_rows", "part_columns", "strides", "whole"),
+    [(5000, 0, [], SHARD_BYTES), (0, K // 3, [M_SHARD, 2 * K], 2 * K)],
+)
+def test_pushes_of_a_large_shard(comm_rows, part_columns, strides, whole):
+    """They cover the shard, each behind the one before, with offsets beyond 2**32 bytes; or each
+    takes the next columns of every row, and its rows lie as far apart as those of x.
+    """
     end = 0
-    for peer, destination, (offset, size_bytes, rows, pitch) in pushes(LARGE, 2, 0, K // 3):
-        assert (offset, rows, pitch) == (end, M_shard, 2 * K)
-        assert (peer, destination) == (0, M_shard * K * 2 + end)
+    assert SHARD_BYTES > 2**32
+    for peer, destination, (offset, size_bytes, *rest) in pushes(LARGE, 2, comm_rows, part_columns):
+        assert (offset, rest) == (end, strides)
+        assert (peer, destination) == (0, SHARD_BYTES + end), "rank 1's rows at rank 0"
         end += size_bytes
-    assert end == 2 * K
+    assert end == whole
 
 
 def test_every_rank_gets_its_first_part_before_any_gets_its_second():
@@ -90,40 +84,30 @@ def last_tile_kernel(x, w, y, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: t
     store_tile(y, acc, M - BM, N - BN, M, N, BM, BN, False)
 
 
-def mapped(*shape: int) -> torch.Tensor:
-    """Zeros whose pages the machine has only where they are written."""
-    return torch.from_numpy(np.zeros(shape, dtype=np.float16))
-
-
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="the memory is the host's")
 def test_tiles_beyond_2_31_elements():
     """Rows at the end of x, of w and of y lie where 32-bit offsets would be negative."""
     M, N, K = 2**15 + 16, 2**16 + 16, 2**16
     assert min((M - 16) * K, (N - 16) * K, (M - 16) * N) >= 2**31
-    x, w, y = mapped(M, K), mapped(N, K), mapped(M, N)
+    # zeros of numpy, whose pages the machine has only where they are written
+    x, w, y = (torch.from_numpy(np.zeros(s, dtype=np.float16)) for s in ((M, K), (N, K), (M, N)))
     x[-16:, -16:] = torch.arange(16, dtype=torch.float16)[:, None]
     w[-16:, -16:] = torch.eye(16, dtype=torch.float16)
     last_tile_kernel[(1,)](x, w, y, M, N, K, BM=16, BN=16, BK=4096)
     assert torch.equal(y[-16:, -16:], x[-16:, -16:])
 
 
-def channel_of(pattern: str) -> Channel:
-    space = workspace(dist.group.WORLD, here())
-    return space.channels["gather" if pattern == "ag_gemm" else "scatter"]
-
-
 @pytest.mark.parametrize("calls", [2**31 - 1, 2**31, 2**31 + 1, 2**32 + 1])
 @pytest.mark.parametrize("pattern", ["ag_gemm", "gemm_rs"])
 @on_device_ranks(2)
 def test_slots_unused_for_2_31_calls_announce_nothing(rank, pattern, calls):
-    """Three communication tiles a call, one for very long, and three again, which come late.
-
-    Each step on the way has stopped for a refresh.
-    """
-    fine = Case(pattern, 20, 5, 4, plan=Plan("fused", comm_rows=7, tile=Tile(16, 16, 16)))
-    coarse = Case(pattern, 20, 5, 4, plan=Plan("fused", comm_rows=20, tile=Tile(16, 16, 16)))
+    """Three communication tiles a call, one for very long, and three again, which come late."""
+    fine, coarse = (
+        Case(pattern, 20, 5, 4, plan=Plan("fused", rows, Tile(16, 16, 16))) for rows in (7, 20)
+    )
     check(fine)
-    channel, refreshed = channel_of(pattern), []
+    channels = workspace(dist.group.WORLD, here()).channels
+    channel, refreshed = channels["gather" if pattern == "ag_gemm" else "scatter"], []
     refresh = channel.refresh
     channel.refresh = lambda: (refreshed.append(channel.epoch), refresh())
     first = channel.epoch
@@ -152,9 +136,9 @@ def test_slots_unused_for_2_31_calls_announce_nothing(rank, pattern, calls):
 @on_cpu_ranks(2)
 def test_a_log_of_2_31_calls_still_compares(rank, start):
     """Five thousand calls around call `start`, then one that differs."""
-    log = CallLog(dist.group.WORLD)
+    log = call_log.CallLog(dist.group.WORLD)
     log._count, log._compared = start, [start] * 2
-    for place in range(ENTRIES):  # what the calls before have left
+    for place in range(call_log.ENTRIES):  # what the calls before have left
         log._rings[rank][place] = start % 2**31 << 32
     dist.barrier()
     for number in range(5000):
@@ -165,8 +149,7 @@ def test_a_log_of_2_31_calls_still_compares(rank, start):
     dist.barrier()
     log._write("this" if rank else "that")
     dist.barrier()
-    with pytest.raises(errors.ProblemMismatch) as caught:
+    last = f"call {start + 5001} of rank {rank} is {'this' if rank else 'that'}"
+    with pytest.raises(errors.ProblemMismatch, match=last):
         log.note("kind 0")
     assert compared
-    last = f"call {start + 5001} of rank {rank} is {'this' if rank else 'that'}"
-    assert last in str(caught.value)

@@ -2,10 +2,9 @@
 turn, and all are exact.
 """
 
-from __future__ import annotations
-
 import random
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,19 +21,15 @@ from flux_megatron.wgrad import plain_wgrad
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.skipif(GPU_RANKS < 2, reason="needs two GPUs")]
 
-TILE = Tile(64, 64, 32)
+FUSED, PIPELINED = Plan("fused", tile=Tile(64, 64, 32)), Plan("pipelined")
 PLANS = {
-    "fused": (Plan("fused", tile=TILE), Plan("fused", tile=TILE)),
-    "pipelined": (Plan("pipelined"), Plan("pipelined")),
-    "mixed": (Plan("fused", tile=TILE), Plan("pipelined")),
-    "signalled": (
-        Plan("fused", tile=TILE),
-        Plan("signalled", tile=TILE, group_rows=(256, 512), comm_sms=8),
-    ),
+    "fused": (FUSED, FUSED),
+    "pipelined": (PIPELINED, PIPELINED),
+    "mixed": (FUSED, PIPELINED),
+    "signalled": (FUSED, replace(FUSED, strategy="signalled", group_rows=(256, 512), comm_sms=8)),
     "chosen": (None, None),  # `hopper` where it can run
 }
 CALLS = 200
-SHORT = {"FLUX_MEGATRON_TIMEOUT_S": "20"}
 
 
 def _cases(plans) -> list[Case]:
@@ -50,9 +45,8 @@ def _done() -> None:
 
 
 @pytest.mark.parametrize("plans", PLANS.values(), ids=PLANS)
-@on_cpu_ranks(2, device="cuda", environment=SHORT)
+@on_cpu_ranks(2, device="cuda")
 def test_two_groups_on_three_streams(rank, plans):
-    """Random calls of two groups on three streams, a rank late now and then."""
     groups = dist.group.WORLD, dist.new_group([0, 1])
     streams = [torch.cuda.Stream() for _ in range(3)]
     cases = _cases(plans)
@@ -74,7 +68,7 @@ def test_two_groups_on_three_streams(rank, plans):
 
 
 @pytest.mark.parametrize("plans", PLANS.values(), ids=PLANS)
-@on_cpu_ranks(2, device="cuda", environment=SHORT)
+@on_cpu_ranks(2, device="cuda")
 def test_a_gather_beside_an_open_scatter_of_another_group(rank, plans):
     """Gated pushes of one group stand in the copy engine's stream while the other group gathers."""
     groups = dist.group.WORLD, dist.new_group([0, 1])
@@ -97,13 +91,13 @@ def test_a_gather_beside_an_open_scatter_of_another_group(rank, plans):
     assert_exact(dx, given_rs.expected[rank])
 
 
-@on_cpu_ranks(2, device="cuda", environment=SHORT)
+@on_cpu_ranks(2, device="cuda")
 def test_backward_on_autograd_s_thread(rank):
     """Autograd's thread enqueues on the forward's stream what the main thread goes on behind."""
     groups = dist.group.WORLD, dist.new_group([0, 1])
     forward, other = torch.cuda.Stream(), torch.cuda.Stream()
-    x = torch.ones(1024, 512, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    w = torch.ones(2048, 512, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    options = {"dtype": torch.bfloat16, "device": "cuda", "requires_grad": True}
+    x, w = (torch.ones(rows, 512, **options) for rows in (1024, 2048))
     ag, _ = _cases((None, None))
     given = operands(ag, 2)
     threads = set()
@@ -132,9 +126,7 @@ def test_backward_on_autograd_s_thread(rank):
 
 
 @pytest.mark.parametrize("strategy", ["auto", "fused", "pipelined"])
-@on_cpu_ranks(
-    2, device="cuda", environment={**SHORT, "FLUX_MEGATRON_STRATEGY": "{strategy}"}
-)  # fmt: skip
+@on_cpu_ranks(2, device="cuda", environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
 def test_two_micro_batches_in_flight(rank, strategy):
     """One's forward and the other's backward in turn, on two streams of one group, beside an
     all-to-all on a third. Gathered rows are kept for the weight's gradient, as if it came later.
@@ -174,11 +166,11 @@ def test_two_micro_batches_in_flight(rank, strategy):
         waiting = following
 
 
-@on_cpu_ranks(2, device="cuda", environment=SHORT)
+@on_cpu_ranks(2, device="cuda")
 def test_a_capture_on_two_streams(rank):
     """A capture that goes to another stream and back, replayed between eager calls."""
     groups = dist.group.WORLD, dist.new_group([0, 1])
-    cases = _cases((Plan("fused", tile=TILE), Plan("fused", tile=TILE)))
+    cases = _cases(PLANS["fused"])
     given = [operands(case, 2) for case in cases]
     mine = [(g.x[rank].cuda(), g.w[rank].cuda()) for g in given]
     side = torch.cuda.Stream()

@@ -1,33 +1,40 @@
-"""Symmetric memory: signals, epochs and slots, and what ranks see of each other."""
+"""Symmetric memory: signals and slots, what ranks see of each other, of any process group and of
+several at once, and GPUs that share none; torch's allocations are pretended.
+"""
 
-from __future__ import annotations
-
+import inspect
+import os
+import random
+import warnings
+from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest import mock
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from cases import Case, check
 from closeness import assert_exact
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
+from ranks import DEVICE, FUSED, be_late, here, on_cpu_ranks, on_device_ranks
 
-from flux_megatron import errors
-from flux_megatron.symm import cpu_backend, objects, signals
+import flux_megatron
+from flux_megatron import errors, ops
+from flux_megatron.nn import functions
+from flux_megatron.overlap.report import report
+from flux_megatron.problem import Plan
+from flux_megatron.symm import cpu_backend, cuda_backend, objects, signals, workspace
 from flux_megatron.symm import device as devices
-from flux_megatron.symm.workspace import _call_log
-
-EPOCHS = st.integers(0, 2**34)
+from flux_megatron.symm.workspace import _call_log, release, workspaces
 
 
-@given(EPOCHS, st.integers(0, 2**31 - 1))
-def test_an_epoch_is_reached_by_itself_and_by_later_ones(epoch, later):
-    assert signals.reached(signals.as_int32(epoch + later), signals.as_int32(epoch))
-
-
-@given(EPOCHS, st.integers(1, 2**31))
-def test_an_epoch_is_not_reached_by_earlier_ones(epoch, earlier):
-    assert not signals.reached(signals.as_int32(epoch), signals.as_int32(epoch + earlier))
+@given(st.integers(0, 2**34), st.integers(-(2**31), 2**31 - 1))
+def test_an_epoch_is_reached_by_itself_and_by_later_ones_alone(epoch, later):
+    seen = signals.as_int32(epoch + later)
+    assert signals.reached(seen, signals.as_int32(epoch)) == (later >= 0)
 
 
 @given(st.integers(-(2**40), 2**40))
@@ -97,15 +104,181 @@ def test_a_rank_that_cannot_map_is_named_on_every_rank(rank):
         cpu_backend._mapped = denied
     group = dist.group.WORLD
     assert _call_log(group, torch.device("cuda", 0)) is None  # GPUs do without
-    with pytest.raises(errors.WorkspaceError) as raised:
+    said = r"ranks cannot share memory: rank 1: \[Errno 13\] denied: '/proc/"
+    with pytest.raises(errors.WorkspaceError, match=said):
         _call_log(group, torch.device("cpu"))
-    text = str(raised.value)
-    assert "ranks cannot share memory: rank 1: [Errno 13] denied: '/proc/" in text
 
 
 def test_what_a_slot_announces_is_described():
-    assert signals.describe_slot(signals.slot(2, 5), 3) == "communication tile 5 of rank 2"
-    assert (
-        signals.describe_slot(signals.entry_slot(2, 3), 3)
-        == "rank 2 to begin the same captured call"
-    )
+    of_tile, of_entry = signals.slot(2, 5), signals.entry_slot(2, 3)
+    assert signals.describe_slot(of_tile, 3) == "communication tile 5 of rank 2"
+    assert signals.describe_slot(of_entry, 3) == "rank 2 to begin the same captured call"
+
+
+PATTERNS = ("ag_gemm", "gemm_rs")
+
+
+@on_device_ranks(4, environment=FUSED)
+def test_subgroups_at_the_same_time(rank):
+    """TP 2 x DP 2: both pairs call at the same time with data of their own; then pairs across."""
+    pairs = ([0, 1], [2, 3]), ([0, 2], [1, 3])
+    rows, columns = ([dist.new_group(ranks) for ranks in both] for both in pairs)
+    for seed in range(3):
+        for groups, mine in ((rows, rank // 2), (columns, rank % 2)):
+            if random.Random(f"{seed} {mine}").random() < 0.5:
+                be_late(0.03)
+            for pattern in PATTERNS:
+                check(Case(pattern, 13 + mine, 7, 5, seed=100 * mine + seed), groups[mine])
+    for pattern in PATTERNS:
+        check(Case(pattern, 9, 7, 5))
+    epochs = [space.channels["gather"].epoch for space in workspaces()]
+    release()
+    assert workspaces() == []
+    assert epochs == [3, 3, 1]
+
+
+@pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters,
+    reason="this torch sorts the ranks of every group",
+)
+@on_device_ranks(3, environment=FUSED)
+def test_a_group_in_another_order(rank):
+    """Ranks are ranks of the group: of 0, 1 and 2 rank 2 comes first."""
+    group = dist.new_group([2, 0, 1], sort_ranks=False)
+    for pattern in PATTERNS:
+        check(Case(pattern, 13, 7, 5), group)
+        check(Case(pattern, 13, 7, 5, plan=Plan("pipelined", comm_rows=5)), group)
+    assert group.rank() == (1, 2, 0)[rank]
+
+
+@on_device_ranks(2, environment=FUSED)
+def test_two_groups_over_the_same_ranks(rank):
+    first, second = dist.group.WORLD, dist.new_group([0, 1])
+    x, w = (torch.full(s, 1.0 + rank, device=DEVICE) for s in ((6, 4), (5, 4)))
+    scatters = [ops.start_gemm_rs(x * n, w, group) for n, group in ((1, first), (2, second))]
+    for n, scatter in reversed([*enumerate(scatters, 1)]):
+        assert_exact(scatter.finish(), torch.full((3, 5), 4.0 * n * (1 + 4)), f"group {n}")
+    assert len(workspaces()) == 2
+
+
+@on_device_ranks(2, environment=FUSED)
+def test_release_and_start_again(rank):
+    """Memory released and asked for again: the old answers and epochs are not those of the new."""
+    for seed in range(3):
+        for pattern in PATTERNS:
+            check(Case(pattern, 5, 4, 3, seed=seed))
+        release()
+    assert flux_megatron.report().workspace_bytes == 0
+
+
+X, W = torch.ones(4, 4), torch.ones(4, 4)
+COUNTS = torch.ones(1, 1, dtype=torch.int32)
+BAGS = torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1, 2])
+CALLS = {
+    "all_gather_gemm": ((X, W), {}),
+    "all_gather_gemm, with gradients": ((X.clone().requires_grad_(), W), {}),
+    "gemm_reduce_scatter": ((X, W), {}),
+    "gemm_all_reduce": ((X, W), {}),
+    "gemv_all_reduce": ((X, W), {}),
+    "gemv_all_reduce, many rows": ((torch.ones(99, 4), W), {}),
+    "a2a_gemm": ((X, W[None], COUNTS), {"capacity": 4}),
+    "gemm_a2a": ((X, W[None], COUNTS), {"tokens": 4}),
+    "embedding_all_to_all": ((W[None], *BAGS), {}),
+    "column_parallel_linear": ((X, W, None), {}),
+    "row_parallel_linear": ((X, W), {}),
+    "row_linear": ((X, W), {}),  # it would return this rank's share for the sum
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_none_is_no_group(name):
+    given, options = CALLS[name]
+    module = functions if "linear" in name else flux_megatron
+    with pytest.raises(ValueError, match=r"^group None given, the process group of the ranks"):
+        getattr(module, name.partition(",")[0])(*given, group=None, **options)
+
+
+VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+SIZE = 1 << 21
+# (UUID, number) of each rank's GPU; what was set before; what torch finds in its rendezvous
+CASES = {
+    "one visible GPU each": ((("A", 0), ("B", 0)), None, "1"),
+    "where the variable says no": ((("A", 0), ("B", 0)), "0", "1"),
+    "all GPUs visible": ((("A", 0), ("B", None)), None, None),
+    "one GPU for both": ((("A", 0), ("A", 0)), None, None),
+    "one GPU for both, as tests have it": ((("A", 0), ("A", 0)), "1", "1"),
+}
+
+
+@contextmanager
+def torch_s(uuid: str, empty: Exception | None = None, rendezvous: Exception | None = None):
+    """Stand-ins of torch's symmetric memory, of which a step may raise. The variable as it is seen
+    in each rendezvous.
+    """
+    seen: list[str | None] = []
+
+    def meet(mine: torch.Tensor, group: str) -> SimpleNamespace:
+        seen.append(os.environ.get(VARIABLE))
+        if rendezvous:
+            raise rendezvous
+        return SimpleNamespace(get_buffer=lambda r, shape, dtype: mine, buffer_ptrs=[0, 0])
+
+    made = empty or (lambda size, dtype, device: torch.ones(size, dtype=dtype))
+    with (
+        mock.patch.object(symmetric_memory, "empty", side_effect=made),
+        mock.patch.object(symmetric_memory, "rendezvous", meet),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=Mock(uuid=uuid)),
+        mock.patch.object(torch.cuda, "synchronize"),
+    ):
+        yield seen
+
+
+@pytest.mark.parametrize("case", CASES)
+@on_cpu_ranks(2)
+def test_torch_tells_gpus_apart_by_number_unless_their_uuids_say_more(rank, case):
+    gpus, before, found = CASES[case]
+    uuid, number = gpus[rank]
+    os.environ.pop(VARIABLE, None)
+    if before is not None:
+        os.environ[VARIABLE] = before
+    device = torch.device("cpu") if number is None else torch.device("cpu", number)
+    with torch_s(uuid) as seen:
+        buffer = cuda_backend.allocate(SIZE, dist.group.WORLD, device)
+    assert (seen, os.environ.get(VARIABLE)) == ([found], before)
+    assert not buffer.shards[rank].count_nonzero()
+
+
+@on_cpu_ranks(2)
+def test_every_rank_learns_which_one_has_too_little_memory(rank):
+    """On one rank only: no rank waits for it in the rendezvous."""
+    failure = RuntimeError("out of memory\nC++ stack") if rank == 1 else None
+    said = "^symmetric memory of 2097152 bytes: rank 1: out of memory$"
+    with torch_s(str(rank), failure) as seen, pytest.raises(errors.WorkspaceError, match=said):
+        cuda_backend.allocate(SIZE, dist.group.WORLD, torch.device("cpu", 0))
+    assert not seen
+
+
+@on_cpu_ranks(2)
+def test_a_trial_says_on_every_rank_why_there_is_none(rank):
+    said = "the GPUs share no memory: rank 0: peer access is not supported"
+    failure = RuntimeError("peer access is not supported\nC++ stack")
+    for rendezvous, why in ((None, None), (failure, said)):
+        with torch_s(str(rank), rendezvous=rendezvous):
+            assert cuda_backend.why_not_shared(dist.group.WORLD, torch.device("cpu", 0)) == why
+
+
+def test_objects_travel_on_the_gpu_that_the_group_is_bound_to():
+    cpu, cuda, gpu = torch.device("cpu"), torch.device("cuda"), torch.device("cuda", 3)
+    for bound, kinds, found in ((gpu, [cuda], gpu), (None, [cuda], cuda), (gpu, [cuda, cpu], cpu)):
+        assert objects._device(Mock(bound_device_id=bound, _device_types=kinds)) == found
+
+
+@on_cpu_ranks(2, environment=FUSED)
+def test_calls_fall_back_where_gpus_share_no_memory(rank):
+    workspace.why_not_shared = lambda group, device: "the GPUs share no memory: rank 0: closed"
+    check(Case("ag_gemm", 4, 4, 4))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "flux_megatron")  # it has been said
+        check(Case("ag_gemm", 4, 4, 4, seed=1))
+    assert report().calls == {("ag_gemm", "sequential"): 2}
+    assert report().fallbacks == {("ag_gemm", "the GPUs share no memory: rank 0: closed"): 2}

@@ -1,8 +1,8 @@
 """The race: who runs when, whose time counts, and what one failing rank does to the others."""
 
-from __future__ import annotations
-
+import itertools
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ def test_the_slowest_rank_counts_in_every_round(rank):
     sleep_s = 0.02 if rank == 1 else 0.0
     candidates = {"uneven": lambda: time.sleep(sleep_s), "quick": lambda: None}
     raced = agreed(race(candidates, group=dist.group.WORLD, device=CPU, rounds=3, warmup=1))
+    assert raced.outlived == {}, "beside nothing"
     assert len(raced.times_us["uneven"]) == 3
     assert min(raced.times_us["uneven"]) >= 20_000 > max(raced.times_us["quick"])
     assert raced.median_us("uneven") == sorted(raced.times_us["uneven"])[1]
@@ -38,31 +39,19 @@ def test_the_slowest_rank_counts_in_every_round(rank):
 
 @on_cpu_ranks(2)
 def test_a_failure_on_one_rank_is_a_failure_on_all(rank):
-    def fails_here():
-        if rank == 1:
-            raise ValueError("not on this rank")
-
-    def collective():
-        dist.all_reduce(torch.ones(1))
-
-    def nowhere():
-        raise NotImplementedError("on no rank")
-
-    candidates = {"partly": fails_here, "good": collective, "never": nowhere}
+    not_here = ValueError("not on this rank") if rank == 1 else None
+    candidates = {
+        "partly": mock.Mock(side_effect=not_here), "good": lambda: dist.all_reduce(torch.ones(1)),
+        "never": mock.Mock(side_effect=NotImplementedError("on no rank")),
+    }  # fmt: skip
     raced = agreed(race(candidates, group=dist.group.WORLD, device=CPU, rounds=2))
     assert [*raced.times_us] == ["good"]
     assert raced.failures == {
         "partly": "rank 1: ValueError: not on this rank",
         "never": "NotImplementedError: on no rank",
     }
-
-
-@on_cpu_ranks(2)
-def test_a_race_without_finishers_has_no_times(rank):
-    def fails():
-        raise ValueError("no")
-
-    assert race({"a": fails}, group=dist.group.WORLD, device=CPU).times_us == {}
+    del candidates["good"]
+    assert race(candidates, group=dist.group.WORLD, device=CPU).times_us == {}
 
 
 def test_host_time_is_that_of_one_call():
@@ -89,14 +78,12 @@ def test_the_all_reduces_start_before_each_candidate_and_end_before_the_next(ran
     timing.AllReduces, Recorded.log = Recorded, []
     candidates = {name: lambda name=name: Recorded.log.append(name) for name in "ab"}
     race(candidates, group=dist.group.WORLD, device=CPU, rounds=2, warmup=1, beside=True)
-    log = Recorded.log
-    one = ["start", "1 blocks", "wait"]
-    warmup, alone, trials = 2, 2, (1 + beside.TRIALS) * len(one)
-    assert log[: warmup + alone] == [*"abab"]
-    assert log[warmup + alone : warmup + alone + trials] == one * (1 + beside.TRIALS)
-    rest = log[warmup + alone + trials :]
-    many = rest[1]
-    assert rest == ["start", many, "a", "wait", "start", many, "b", "wait"] * 2
+    many = Recorded.log[-3]
+    assert Recorded.log == [
+        *"ab", *"ab",  # the warmup, and each alone
+        *["start", "1 blocks", "wait"] * (1 + beside.TRIALS),
+        *["start", many, "a", "wait", "start", many, "b", "wait"] * 2,
+    ]  # fmt: skip
 
 
 @on_cpu_ranks(2)
@@ -115,21 +102,14 @@ def test_the_blocks_are_as_many_on_every_rank_and_enough_for_the_slowest(rank):
 @on_device_ranks(2)
 def test_a_candidate_that_outlives_the_all_reduces_is_counted(rank):
     """Rank 1 takes much longer in the rounds that are beside others."""
-    calls = [0]
-
-    def grows():
-        calls[0] += 1
-        be_late(0.5 if rank == 1 and calls[0] > 4 else 0.001)
-
-    candidates = {"grows": grows, "stays": lambda: be_late(0.001)}
+    calls = itertools.count(1)
+    candidates = {
+        "grows": lambda: be_late(0.5 if rank == 1 and next(calls) > 4 else 0.001),
+        "stays": lambda: be_late(0.001),
+    }
     raced = race(candidates, group=dist.group.WORLD, device=here(), rounds=3, beside=True)
     assert agreed(raced).outlived["grows"] == 3, raced
     assert raced.outlived["stays"] < 3
-
-
-@on_cpu_ranks(2)
-def test_nothing_is_outlived_alone(rank):
-    assert race({"a": lambda: None}, group=dist.group.WORLD, device=CPU, rounds=1).outlived == {}
 
 
 @on_cpu_ranks(3, limit_s=30)

@@ -2,8 +2,6 @@
 What pictures of runs and results show: nothing hidden, nothing cut off in silence.
 """
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -31,9 +29,8 @@ def finished(out, silent=0, chosen=0, **arms):
     for arm, losses in arms.items():
         folder = out / arm.replace("_", "-")
         folder.mkdir()
-        (folder / "metrics.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows(losses))
-        )
+        for row in rows(losses):
+            run_folder.append_metrics(folder, row)
     counts = {"calls": {"ag_gemm fused": 6}, "fallbacks": {}, "overlapped": 6, "eligible": 6}
     counts |= {"chosen_sequential": chosen, "silent": silent, "run": "a run"}
     run_folder.write_json(out / "flux" / "summary.json", counts)
@@ -48,30 +45,24 @@ def result_of(out) -> dict:
     return json.loads((out / "compare.json").read_text())
 
 
-def test_equal_curves_pass(tmp_path):
-    out = finished(tmp_path, flux=LOSSES, stock=LOSSES)
+def test_equal_curves_pass_and_a_call_whose_plan_is_sequential_is_distinguished(tmp_path, capsys):
+    out = finished(tmp_path, chosen=2, flux=LOSSES, stock=LOSSES)
     assert judged(out)
-    assert result_of(out)["largest_difference"] == 0
+    result = result_of(out)
+    assert (result["largest_difference"], result["chosen_sequential"]) == (0, 2)
+    assert "chosen sequential: 2\n" in capsys.readouterr().out
     assert (out / "compare.png").exists()
 
 
 @pytest.mark.parametrize(
-    "losses", [[5.0, 4.00002, 3.0], [5.0, math.nan, 3.0], [5.0, 4.0, math.inf]], ids=str
+    ("losses", "silent"),
+    [([5.0, 4.00002, 3.0], 0), ([5.0, math.nan, 3.0], 0), ([5.0, 4.0, math.inf], 0), (LOSSES, 1)],
+    ids=str,
 )
-def test_one_step_beyond_the_tolerance_fails(tmp_path, losses):
-    assert not judged(finished(tmp_path, flux=losses, stock=LOSSES))
-
-
-def test_a_call_that_did_not_overlap_in_silence_fails(tmp_path):
-    out = finished(tmp_path, silent=1, flux=LOSSES, stock=LOSSES)
-    assert not judged(out)
-
-
-def test_a_call_whose_plan_is_sequential_is_distinguished(tmp_path, capsys):
-    out = finished(tmp_path, chosen=2, flux=LOSSES, stock=LOSSES)
-    assert judged(out)
-    assert result_of(out)["chosen_sequential"] == 2
-    assert "chosen sequential: 2\n" in capsys.readouterr().out
+def test_a_step_beyond_the_tolerance_or_a_call_that_did_not_overlap_in_silence_fails(
+    tmp_path, losses, silent
+):
+    assert not judged(finished(tmp_path, silent=silent, flux=losses, stock=LOSSES))
 
 
 def test_different_steps_are_refused(tmp_path):
@@ -80,74 +71,58 @@ def test_different_steps_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("shift", "passes"), [(0.0, True), (0.009, True), (0.03, False), (math.nan, False)]
-)
-def test_low_precision_is_measured_against_the_spread_of_stock(tmp_path, shift, passes):
-    out = finished(
-        tmp_path,
-        flux=[loss + shift for loss in LOSSES],
-        stock=LOSSES,
-        stock_rank_order=[loss - 0.005 for loss in LOSSES],
-        stock_reverse_order=[loss + 0.005 for loss in LOSSES],
-    )
+    ("shift", "half_spread", "passes"),
+    [(0.0, 0.005, True), (0.009, 0.005, True), (0.03, 0.005, False), (math.nan, 0.005, False),
+     (0.001, 0.0, False)],
+)  # fmt: skip
+def test_low_precision_is_measured_against_the_spread_of_stock(
+    tmp_path, shift, half_spread, passes
+):
+    shifts = {"flux": shift, "stock": 0.0}
+    shifts |= {"stock_rank_order": -half_spread, "stock_reverse_order": half_spread}
+    curves = {arm: [loss + shift for loss in LOSSES] for arm, shift in shifts.items()}
+    out = finished(tmp_path, **curves)
     assert judged(out) is passes
-    spread = result_of(out)["stock_spread"]
-    assert max(spread.values()) == pytest.approx(0.01)
-
-
-def test_no_spread_no_pass(tmp_path):
-    curves = {"stock": LOSSES, "stock_rank_order": LOSSES, "stock_reverse_order": LOSSES}
-    out = finished(tmp_path, flux=[5.0, 4.0, 3.001], **curves)
-    assert not judged(out)
+    assert max(result_of(out)["stock_spread"].values()) == pytest.approx(2 * half_spread)
 
 
 @pytest.fixture
 def saved(monkeypatch):
-    """The figures that would be written."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, file: figures.append(figure))
+    monkeypatch.setattr(FigureCanvasAgg, "print_png", lambda one, file: figures.append(one.figure))
     return figures
 
 
-def test_equal_losses_are_both_seen(saved, tmp_path):
+def test_equal_losses_are_both_seen_and_steps_are_whole_numbers(saved, tmp_path):
     run_folder.draw(tmp_path / "x.png", {"flux": rows(LOSSES), "stock": rows(LOSSES)}, "4 x H200")
-    stock, ours = saved[0].axes[0].lines  # ours is on top
+    axes = saved[0].axes[0]
+    stock, ours = axes.lines  # ours is on top
     assert (stock.get_label(), ours.get_label()) == ("stock", "flux")
     assert stock.get_linewidth() > 3 * ours.get_linewidth()
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
     assert saved[0].get_suptitle() == "4 x H200"
 
 
-def test_steps_are_whole_numbers(saved, tmp_path):
-    run_folder.draw(tmp_path / "x.png", {"flux": rows(LOSSES)}, "a run")
-    (axes,) = saved[0].axes
-    assert all(float(tick).is_integer() for tick in axes.get_xticks())
+MACHINES = {
+    "paper/gpt3-175b_a100-pcie": "128 x A100-PCIE-80GB",
+    "cpu/tiny": "4 ranks on a CPU, kernels interpreted",
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "machine"),
-    [
-        ("paper/gpt3-175b_a100-pcie", "128 x A100-PCIE-80GB"),
-        ("cpu/tiny", "4 ranks on a CPU, kernels interpreted"),
-    ],
-)
-def test_results_name_the_machine_and_hide_no_arm(name, machine, tmp_path, monkeypatch):
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    figures = []
-    monkeypatch.setattr(
-        FigureCanvasAgg, "print_png", lambda canvas, file: figures.append(canvas.figure)
-    )
+@pytest.mark.parametrize("name", MACHINES)
+def test_results_name_the_machine_and_hide_no_arm(name, saved, tmp_path):
     experiment = load(name)
     series = Series(tuple(Iteration(i, i, 0.1, 3.0) for i in range(1, 9)), (1,))
     run = report.Run(tmp_path, experiment, dict.fromkeys(experiment.arms, series))
     (found,) = report.reports([run])
     tables.draw(found, tmp_path / "x.png")
-    (figure,) = figures
-    assert figure.get_suptitle() == f"{name}: {machine}"
-    assert found.plain()["machine"] == machine
-    losses = figure.axes[1]
-    widths = [one.get_linewidth() for one in losses.lines]
+    (figure,) = saved
+    assert figure.get_suptitle() == f"{name}: {MACHINES[name]}"
+    assert found.plain()["machine"] == MACHINES[name]
+    widths = [one.get_linewidth() for one in figure.axes[1].lines]
     assert widths == sorted(widths, reverse=True)  # thin lines on wide ones
     assert len(set(widths)) == len(experiment.arms)

@@ -2,9 +2,6 @@
 what is expected, before any rank starts.
 """
 
-from __future__ import annotations
-
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +14,7 @@ from train_words import WORDS, load, words
 from typer.testing import CliRunner
 
 from flux_megatron import cli, settings
-from flux_megatron.lab.train import ranks
+from flux_megatron.lab.train import ranks, run_folder
 
 Places = dict[str, Path]
 Prepare = Callable[[Places, pytest.MonkeyPatch], object]  # breaks something before the command
@@ -33,8 +30,8 @@ def places(tmp_path, monkeypatch) -> Places:
         (run / "checkpoints" / f"step_{step}" / "metadata.json").touch()
     (run / "checkpoints" / "latest").write_text("step_4\n")
     (run / "config.json").write_text(load(data__path=str(text)).model_dump_json())
-    rows = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in (1, 2, 3, 4)]
-    (run / "metrics.jsonl").write_text("".join(rows))
+    for step in (1, 2, 3, 4):
+        run_folder.append_metrics(run, {"step": step, "loss": 1.0})
     monkeypatch.setattr(ranks, "gpu_count", lambda: 0)
     monkeypatch.setattr(ranks, "launch", lambda *_: pytest.fail("ranks were started"))
     return {"tmp": tmp_path, "text": text, "run": run, "new": tmp_path / "new"}
@@ -130,7 +127,8 @@ NAMES = [ascii(f"{start.split()[0]}: {row[0][:60]} {row[-1]}") for start, row in
 @pytest.mark.parametrize(("start", "row"), CASES, ids=NAMES)
 def test_a_bad_input_is_one_line(start, row, places, monkeypatch):
     more, *parts = row
-    held = [part(places, monkeypatch) for part in parts if callable(part)]
+    for prepare in filter(callable, parts):
+        prepare(places, monkeypatch)
     line = [word.format(**places) for word in (*start.split(), *more.split())]
     if line[0] == "train":
         tiny = words(places["new"], places["text"])
@@ -142,4 +140,3 @@ def test_a_bad_input_is_one_line(start, row, places, monkeypatch):
         assert callable(part) or part.format(**places) in done.stderr, done.stderr
     assert not places["new"].exists(), "nothing is begun"
     settings.get.cache_clear()
-    del held

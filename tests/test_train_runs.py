@@ -2,8 +2,7 @@
 starts it, the others are forked from this process.
 """
 
-from __future__ import annotations
-
+import itertools
 import json
 import os
 import re
@@ -12,7 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -23,8 +24,10 @@ from checkpoint_tensors import tensors
 from forked_command import ROOT, Command, flux_megatron, wait_for
 from train_words import words
 
+from flux_megatron.integration import layers
+
 INTERRUPTED = 130
-AS_A_USER = {key: v for key, v in os.environ.items() if key != "TRITON_INTERPRET"}
+
 BOUND = {"FLUX_MEGATRON_TIMEOUT_S": "4", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2"}
 
 
@@ -49,7 +52,6 @@ def assert_same_bits(out: Path, other: Path, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """Six steps without a disturbance."""
     folder = tmp_path_factory.mktemp("straight")
     output = train(folder, folder / "run", "--steps", 6, settings={"train__save_every": 4})
     assert re.search(r"flux step 6/6 +loss [0-9.]+ .* tokens/s", output)
@@ -95,26 +97,29 @@ def test_a_signal_leaves_a_checkpoint_and_no_process(tmp_path, number):
 
 
 def one_percent_more(rank: int) -> None:
-    from flux_megatron.integration.layers import FluxRowParallelLinear
-
-    forward = FluxRowParallelLinear.forward
+    forward = layers.FluxRowParallelLinear.forward
 
     def wrong(self, *arguments):
         y, bias = forward(self, *arguments)
         return y * 1.01, bias
 
-    FluxRowParallelLinear.forward = wrong
+    layers.FluxRowParallelLinear.forward = wrong
+
+
+def as_a_user(*line: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-m", *line],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
 
 
 def test_compare_agrees_and_can_disagree(tmp_path):
     """Also under torchrun, with its own words."""
     same, other = tmp_path / "same", tmp_path / "other"
     given = words(same, tmp_path / "text", "--steps", 2, "--compare")
-    line = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    done = subprocess.run(
-        [sys.executable, *line, "flux_megatron", *given],
-        cwd=ROOT, env=AS_A_USER, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    line = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "flux_megatron"]
+    done = as_a_user(*line, *given)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "verdict: same" in done.stdout
     result = json.loads((same / "compare.json").read_text())
@@ -126,41 +131,32 @@ def test_compare_agrees_and_can_disagree(tmp_path):
 
 
 def test_a_user_starts_it_and_a_spoiled_run_ends_in_one_line(tmp_path):
-    settings = {
-        "train__lr": 1e30,
-        "train__warmup_steps": 0,
-        "train__clip": 0,
-        "train__save_every": 1,
-    }
-    given = words(tmp_path / "run", tmp_path / "text", "--steps", 8, **settings)
-    done = subprocess.run(
-        [sys.executable, "-m", "flux_megatron", *given],
-        cwd=ROOT, env=AS_A_USER, capture_output=True, text=True, timeout=200,
+    given = words(
+        tmp_path / "run", tmp_path / "text", "--steps", 8, train__lr=1e30, train__warmup_steps=0,
+        train__clip=0, train__save_every=1,
     )  # fmt: skip
+    done = as_a_user("flux_megatron", *given)
     (line,) = done.stderr.splitlines()
     assert (done.returncode, "NaN in local grad norm" in line) == (1, True), done.stderr
     assert f"(more in {tmp_path / 'run' / 'logs'})" in line
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_1\n"
 
 
-# a rank, or the launcher, that ends early
-
-
-def at_third_call(rank: int, action) -> None:
+def at_third_call(action) -> Callable[[int], None]:
     """On rank 1, `action` comes in place of its third forward of a row layer."""
-    from flux_megatron.integration import layers
 
-    forward, calls = layers.FluxRowParallelLinear.forward, []
+    def plant(rank: int) -> None:
+        forward, calls = layers.FluxRowParallelLinear.forward, itertools.count(1)
 
-    def planted(self, x):
-        calls.append(x)
-        return action(self, x) if rank == 1 and len(calls) == 3 else forward(self, x)
+        def planted(self, x):
+            return action(self, x) if rank == 1 and next(calls) == 3 else forward(self, x)
 
-    layers.FluxRowParallelLinear.forward = planted
+        layers.FluxRowParallelLinear.forward = planted
+
+    return plant
 
 
-def raises(self, x):
-    raise OSError("planted")
+fails = mock.Mock(side_effect=OSError("planted"))
 
 
 def skips(self, x):
@@ -180,25 +176,21 @@ def poor(rank: int) -> None:
         os.posix_fallocate = refused
 
 
+FULL = "shared memory: .*too large"
 FAULTS = {
-    "an exception": (lambda rank: at_third_call(rank, raises), "rank 1 failed: OSError: planted"),
-    "a skipped call": (lambda rank: at_third_call(rank, skips), "SignalTimeout|ProblemMismatch"),
-    "late": (lambda rank: at_third_call(rank, lambda *_: time.sleep(12)), "rank 0 failed: SignalT"),
-    "full memory": (
-        poor,
-        r"rank \d failed: WorkspaceError: .*rank 1: \d+ bytes of shared memory: .*too large",
-    ),
+    "an exception": (at_third_call(fails), "rank 1 failed: OSError: planted"),
+    "a skipped call": (at_third_call(skips), "SignalTimeout|ProblemMismatch"),
+    "late": (at_third_call(lambda *_: time.sleep(12)), "rank 0 failed: SignalTimeout"),
+    "full memory": (poor, rf"rank \d failed: WorkspaceError: .*rank 1: \d+ bytes of {FULL}"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_one_rank_ends_the_run_by_name(tmp_path, fault):
     plant, said = FAULTS[fault]
-    started = time.monotonic()
-    settings = {"strategy": "pipelined"}
-    output = train(
-        tmp_path, tmp_path / "run", settings=settings, plant=plant, environment=BOUND, expected=1
-    )
+    started, out = time.monotonic(), tmp_path / "run"
+    options = {"settings": {"strategy": "pipelined"}, "environment": BOUND, "expected": 1}
+    output = train(tmp_path, out, plant=plant, **options)
     assert re.search(said, output.splitlines()[-1]), output
     assert time.monotonic() - started < 40
 

@@ -1,9 +1,13 @@
-"""Measuring is one decision of all ranks: whatever clocks, failures and wrong results do."""
+"""Measuring is one decision of all ranks, whatever clocks, failures and wrong results do; and which
+plan has won: ties, noise, and run-offs of what noise cannot tell apart.
+"""
 
-from __future__ import annotations
-
+import random
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
 
+import pytest
 import races
 import torch
 from races import FakeRace, agreed, defaults, measured, some_problem
@@ -12,10 +16,9 @@ from ranks import DEVICE, on_device_ranks
 from flux_megatron.overlap import fused, registry
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.tuning import beside, tuner
-from flux_megatron.tuning.beside import NoRoom
+from flux_megatron.tuning.plan_entry import Entry
 from flux_megatron.tuning.timing import Race, race
 
-SHORT = {"FLUX_MEGATRON_TIMEOUT_S": "2"}
 PLAIN, FUSED, PIPELINED = Plan("sequential"), Plan("fused"), Plan("pipelined")
 
 
@@ -33,15 +36,11 @@ def test_clocks_that_differ_give_one_plan(rank):
     assert (tuner.race.turns, tuner.race.rounds) == (turns, [1, 1, 1, tuner.ROUNDS])
 
 
-def refuse(*_: object) -> torch.Tensor:
-    raise MemoryError("no room")
-
-
-@on_device_ranks(2, environment=SHORT, limit_s=20)
+@on_device_ranks(2, environment={"FLUX_MEGATRON_TIMEOUT_S": "2"}, limit_s=20)
 def test_a_failure_on_one_rank_fails_the_plan_on_all(rank):
     """It leaves a call open: the next plan needs a new workspace."""
     if rank == 1:
-        fused.ag_gemm = refuse
+        fused.ag_gemm = mock.Mock(side_effect=MemoryError("no room"))
     problem = some_problem("ag_gemm")
     entry = measured(problem, defaults(problem, "sequential", "fused", "pipelined"))
     (lost,) = agreed(entry).failed
@@ -63,16 +62,13 @@ def test_a_plan_with_wrong_results_has_no_time(rank):
     def no_wgrad(*given: object) -> torch.Tensor:
         return right_gather(*given[:-1], lambda gathered: None)
 
-    class WithNan:
-        def __init__(self, *given: object) -> None:
-            self.scatter = right_scatter(*given)
-
-        def finish(self) -> torch.Tensor:
-            return self.scatter.finish().index_fill(1, torch.tensor([3], device=DEVICE), torch.nan)
+    def with_nan(*given: object) -> SimpleNamespace:
+        scatter, column = right_scatter(*given), torch.tensor([3], device=DEVICE)
+        return SimpleNamespace(finish=lambda: scatter.finish().index_fill(1, column, torch.nan))
 
     for pattern, layout, wrong, name in [
         ("ag_gemm", "nt", stale_rows, "y"), ("ag_gemm", "nn", no_wgrad, "dw"),
-        ("gemm_rs", "nn", WithNan, "y"),
+        ("gemm_rs", "nn", with_nan, "y"),
     ]:  # fmt: skip
         fused.ag_gemm = wrong if pattern == "ag_gemm" else right_gather
         fused.start_gemm_rs = wrong if pattern == "gemm_rs" else right_scatter
@@ -100,8 +96,7 @@ def test_a_problem_beside_others_is_verified_alone_and_raced_beside(rank):
 
 @on_device_ranks(2)
 def test_plans_are_measured_beside_others(rank):
-    problems = [some_problem("gemm_rs"), some_problem("ag_gemm", "nn")]
-    for problem in problems:
+    for problem in (some_problem("gemm_rs"), some_problem("ag_gemm", "nn")):
         plans = defaults(problem, "sequential", "pipelined")
         entry = agreed(measured(replace(problem, beside=True), plans))
         assert entry.failed == ()
@@ -110,10 +105,7 @@ def test_plans_are_measured_beside_others(rank):
 
 @on_device_ranks(2)
 def test_no_room_for_the_blocks_beside_is_no_measurement(rank):
-    def full(*given: object) -> torch.Tensor:
-        raise NoRoom("no bytes for an all-reduce beside")
-
-    beside._block = full
+    beside._block = mock.Mock(side_effect=beside.NoRoom("no bytes for an all-reduce beside"))
     problem = replace(some_problem("ag_gemm"), beside=True)
     assert measured(problem, defaults(problem, "sequential", "pipelined")) is None
 
@@ -132,27 +124,20 @@ def test_every_kind_of_problem_is_measured_and_right(rank):
             assert all(one.median_us > 0 for one in entry.measured)
 
 
-def out_of_memory(*_: object) -> None:
-    raise torch.OutOfMemoryError("no room")
-
-
 @on_device_ranks(2)
 def test_no_room_for_operands_on_one_rank_is_known_to_all(rank):
     if rank == 1:
-        races.Trial = out_of_memory
+        races.Trial = mock.Mock(side_effect=torch.OutOfMemoryError("no room"))
     problem = some_problem("ag_gemm")
     assert measured(problem, defaults(problem, "sequential", "fused")) is None
 
 
 @on_device_ranks(2)
 def test_a_plan_that_fails_later_does_not_take_the_others_with_it(rank):
-    """A plan that was right at first fails among the others."""
+    fails = mock.Mock(side_effect=RuntimeError("tired"))
 
     def tired(candidates, **options) -> Race:
         return race({n: fails if "pipelined" in n else c for n, c in candidates.items()}, **options)
-
-    def fails() -> None:
-        raise RuntimeError("tired")
 
     tuner.race = tired
     problem = some_problem("ag_gemm")
@@ -168,3 +153,115 @@ def test_every_strategys_default_comes_first(monkeypatch):
     monkeypatch.setattr(registry, "candidates", lambda problem, name: variants[name])
     everything = [PLAIN, FUSED, PIPELINED, Plan("fused", 32), Plan("pipelined", 8)]
     assert tuner.candidates(problem, ["fused", "pipelined"]) == everything
+
+
+RUN_OFF_ROUNDS = tuner.RUN_OFF * tuner.ROUNDS
+
+
+def settled(plain: list[float], again: list[float], other: list[float]) -> tuple[str, float]:
+    times = {PLAIN.dumps(): plain, FUSED.dumps(): other, tuner.AGAIN: again}
+    plan, noise_us = tuner.settle(times, PLAIN)
+    return plan.strategy, noise_us
+
+
+def test_the_fastest_wins():
+    assert settled([100, 100, 100], [100, 100, 100], [99, 99, 99]) == ("fused", 0)
+    times = {PLAIN.dumps(): [9, 9], tuner.AGAIN: [9, 9], FUSED.dumps(): [8, 8]}
+    assert tuner.settle(times | {PIPELINED.dumps(): [7, 7]}, PLAIN)[0] == PIPELINED
+    assert tuner.settle(times | {PIPELINED.dumps(): [8, 8]}, PLAIN)[0] == FUSED, "the first of two"
+
+
+def test_sequential_wins_ties_and_what_is_within_its_noise():
+    assert settled([100] * 3, [100] * 3, [100] * 3) == ("sequential", 0)
+    assert settled([100, 104, 100], [103, 100, 104], [98] * 3) == ("sequential", 4)
+    assert settled([100, 104, 100], [103, 100, 104], [95] * 3) == ("fused", 4)
+    assert settled([100] * 3, [90] * 3, [85] * 3) == ("sequential", 10), "its better turn counts"
+    lucky = [10, 101, 101, 101, 10]
+    assert settled([100] * 5, [100] * 5, lucky)[0] == "sequential", "lucky rounds do not win"
+
+
+def test_what_is_faster_in_nearly_every_round_wins_in_spite_of_noise():
+    """Clocks change from turn to turn by more than the plans differ."""
+    plain, again = [100, 120, 110, 90] * 3, [115, 100, 95, 110] * 3
+    other = [a - 1 for a in map(min, plain, again)]
+    assert settled(plain, again, other) == ("fused", 17.5)
+    slower_in = [*other[:8], *([200] * 4)]
+    assert settled(plain, again, slower_in)[0] == "sequential", "8 of 12 rounds may be chance"
+    assert settled(plain[:4], again[:4], other[:4])[0] == "sequential", "4 rounds are too few"
+
+
+def race_of(draw: random.Random, *plans: Plan, rounds: int = tuner.ROUNDS) -> dict:
+    """Of plans that are as fast."""
+    names = [*(plan.dumps() for plan in plans), tuner.AGAIN]
+    return {name: [draw.gauss(100, 5) for _ in range(rounds)] for name in names}
+
+
+def test_plans_that_are_as_fast_rarely_win():
+    draw = random.Random(0)
+    won = [tuner.settle(race_of(draw, PLAIN, FUSED), PLAIN)[0] == FUSED for _ in range(2000)]
+    assert sum(won) / 2000 < 3 * tuner.CHANCE  # by either rule
+
+
+def test_plans_that_are_as_fast_rarely_win_a_run_off():
+    """Nearly every race ends in one then: the luckiest of three runs off with `sequential`."""
+    draw, won = random.Random(0), []
+    for _ in range(2000):
+        times = race_of(draw, PLAIN, FUSED, PIPELINED, Plan("hopper"))
+        fastest = tuner._fastest(times)
+        if fastest != tuner.settle(times, PLAIN)[0]:
+            run_off = race_of(draw, PLAIN, fastest, rounds=RUN_OFF_ROUNDS)
+            won.append(tuner.settle(run_off, PLAIN)[0] == fastest)
+    assert len(won) > 1000
+    assert sum(won) / len(won) < 2 * tuner.CHANCE
+
+
+class NoisyClock(FakeRace):
+    """`sequential`'s turns differ by 20 %; fused takes 96 or 105 us, `later` in a run-off."""
+
+    def __init__(self, later: float) -> None:
+        super().__init__(lambda name: 0.0)
+        self._later = later
+
+    def __call__(self, candidates, *, rounds, **options) -> Race:
+        race = super().__call__(candidates, rounds=rounds, **options)
+        fast = self._later if rounds == RUN_OFF_ROUNDS else 96.0
+        for text, times in race.times_us.items():
+            shift = 2 * (text == tuner.AGAIN)
+            if text in ("", tuner.AGAIN) or Plan.loads(text) == PLAIN:
+                times[:] = [120.0 if (n + shift) % 3 == 0 else 100.0 for n in range(rounds)]
+            else:
+                times[:] = [fast + 9 * (n % 5 in (0, 2)) for n in range(rounds)]
+        return race
+
+
+def raced(clock: FakeRace) -> tuple[Entry, list[tuple[int, int]]]:
+    """With the numbers of plans and rounds of each race of several rounds."""
+    tuner.race = clock
+    problem = some_problem("ag_gemm")
+    entry = measured(problem, defaults(problem, "sequential", "fused", "pipelined"))
+    turns = zip(clock.turns, clock.rounds, strict=True)
+    return entry, [(len(names), rounds) for names, rounds in turns if rounds > 1]
+
+
+RACE, RUN_OFF = (4, tuner.ROUNDS), (3, RUN_OFF_ROUNDS)
+
+
+@pytest.mark.parametrize(("later", "winner"), [(96.0, "fused"), (110.0, "sequential")])
+@on_device_ranks(2)
+def test_two_plans_that_noise_cannot_tell_apart_run_off(rank, later, winner):
+    entry, races = raced(NoisyClock(later))
+    assert races == [RACE, RUN_OFF]
+    assert (entry.plan.strategy, entry.rounds) == (winner, tuner.ROUNDS)
+    assert {one.plan.strategy for one in entry.measured} == {"sequential", "fused", "pipelined"}
+
+
+@pytest.mark.parametrize(
+    ("noisy_rank", "races", "winner"), [(0, [RACE, RUN_OFF], "fused"), (1, [RACE], "sequential")]
+)
+@on_device_ranks(2, limit_s=20)
+def test_the_leader_says_whether_there_is_a_run_off_and_who_wins(rank, noisy_rank, races, winner):
+    """On one rank alone the fastest plan and the winner differ."""
+    calm = FakeRace(lambda name: 100.0 if name == "sequential" else 200.0)
+    entry, turns = raced(NoisyClock(96.0) if rank == noisy_rank else calm)
+    assert turns == races
+    assert entry.plan.strategy == winner

@@ -1,6 +1,6 @@
-"""Which plan a call gets: a measured one, or a race's winner, by its layer kind's table."""
-
-from __future__ import annotations
+"""Which plan a call gets: a measured one, or a race's winner, by ranges of M; and which plans of
+`hopper` the tuner tries.
+"""
 
 import contextlib
 import io
@@ -18,11 +18,14 @@ from races import FakeRace
 from ranks import DEVICE, on_device, on_device_ranks
 
 from flux_megatron import errors, ops, settings
+from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.overlap import hopper, registry
 from flux_megatron.overlap.report import report
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.symm.agreement import Agreement
-from flux_megatron.tuning import choice, environment, plan_cache, tuner
+from flux_megatron.tuning import choice, environment, plan_cache, plan_table, tuner
 from flux_megatron.tuning.plan_entry import Entry, Measured
+from flux_megatron.tuning.plan_table import RANGES, PlanTable, for_rows, problem_of, range_of
 
 RULED = "fused" if DEVICE == "cpu" else "sequential"  # of few rows, unmeasured
 SMALL, LARGER = Case("ag_gemm", 6, 5, 4), Case("ag_gemm", 64, 5, 4)
@@ -31,78 +34,49 @@ CACHE = {"FLUX_MEGATRON_CACHE": "{tmp_path}"}
 ON = CACHE | {"FLUX_MEGATRON_TUNE": "on"}
 
 
-def store(
-    folder: Path, M: int, strategy: str, beside: bool = False, others: str = "", **changes: str
-) -> None:
-    """An entry for `SMALL`'s layer over two ranks, as if it had been measured here: `strategy` was
-    the fastest, then `others`.
-    """
+def store(folder: Path, M: int, strategy: str, beside: bool = False, **changes: str) -> None:
+    """An entry for `SMALL`'s layer over two ranks, as if it had been measured here."""
     device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu")
     where = environment.of(device)
     problem = Problem(Pattern.AG_GEMM, M, 10, 4, "float32", 2, device=DEVICE, beside=beside)
-    plans = [Plan(name, comm_rows=3) for name in (strategy, *others.split())]
-    measured = tuple(Measured(plan, float(place)) for place, plan in enumerate(plans))
-    entry = Entry(problem, replace(where, **changes), plans[0], measured, (), 0, 0.0, 12, "today")
+    plan = Plan(strategy, comm_rows=3)
+    measured = (Measured(plan, 0.0),)
+    entry = Entry(problem, replace(where, **changes), plan, measured, (), 0, 0.0, 12, "today")
     plan_cache.store(plan_cache.user_folder(folder), entry)
 
 
-def ran(rank: int, folder: Path, entries: list[tuple], case: Case) -> dict:
+OTHER, BESIDE = {"driver": "1.2.3"}, {"beside": True}
+# FLUX_MEGATRON_BESIDE, entries of the cache, and what runs. One range of M is that of 64 and all
+# below, the next that of 128.
+STORED = {
+    "hit": ("auto", [(12, "pipelined", {})], "pipelined"),
+    "sequential": ("auto", [(12, "sequential", {})], "sequential"),
+    "hit and neighbour": ("auto", [(12, "pipelined", {}), (18, "sequential", {})], "pipelined"),
+    "its range": ("auto", [(18, "pipelined", {})], "pipelined"),
+    "nearest": ("auto", [(6, "pipelined", {}), (14, "sequential", {})], "sequential"),
+    "same software": ("auto", [(12, "pipelined", OTHER), (12, "sequential", {})], "sequential"),
+    "other software": ("auto", [(12, "pipelined", OTHER)], "pipelined"),
+    "other connections": ("auto", [(12, "pipelined", {"max_connections": "8"})], "pipelined"),
+    "another range": ("auto", [(128, "pipelined", {})], RULED),
+    "unknown strategy": ("auto", [(12, "magic", {})], RULED),
+    "nothing": ("auto", [], RULED),
+    "beside others": ("1", [(12, "pipelined", BESIDE), (12, "sequential", {})], "pipelined"),
+    "beside alone": ("auto", [(12, "pipelined", BESIDE)], RULED),
+    "never beside": ("0", [(12, "pipelined", BESIDE)], RULED),
+}
+
+
+@pytest.mark.parametrize(("beside", "entries", "expected"), STORED.values(), ids=STORED)
+@on_device_ranks(2, environment=CACHE | {"FLUX_MEGATRON_BESIDE": "{beside}"})
+def test_off(rank, tmp_path, entries, expected):
     if rank == 0:
         for M, strategy, changes in entries:
-            store(folder, M, strategy, **changes)
+            store(tmp_path, M, strategy, **changes)
     dist.barrier()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what cannot be read
-        check(case)
-    return report().calls
-
-
-OTHER = {"driver": "1.2.3"}
-
-
-# one range of M is that of 64 and all below, the next that of 128
-@pytest.mark.parametrize(
-    ("entries", "expected"),
-    [
-        ([(12, "pipelined", {})], "pipelined"),
-        ([(12, "sequential", {})], "sequential"),
-        ([(12, "pipelined", {}), (18, "sequential", {})], "pipelined"),
-        ([(18, "pipelined", {})], "pipelined"),
-        ([(6, "pipelined", {}), (14, "sequential", {})], "sequential"),
-        ([(12, "pipelined", OTHER), (12, "sequential", {})], "sequential"),
-        ([(12, "pipelined", OTHER)], "pipelined"),
-        ([(12, "pipelined", {"max_connections": "8"})], "pipelined"),
-        ([(128, "pipelined", {})], RULED),
-        ([(12, "magic", {})], RULED),
-        ([], RULED),
-    ],
-    ids=[
-        "hit", "sequential", "hit and neighbour", "its range", "nearest", "same software",
-        "other software", "other connections", "another range", "unknown strategy", "nothing",
-    ],
-)  # fmt: skip
-def test_off(tmp_path, entries, expected):
-    environment = {"FLUX_MEGATRON_CACHE": str(tmp_path)}
-    for calls in on_device(ran, 2, tmp_path, entries, SMALL, environment=environment):
-        assert calls == {("ag_gemm", expected): 1}
-
-
-BESIDE = {"beside": True}
-
-
-def test_beside_others_only_what_was_measured_there(tmp_path):
-    environment = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_BESIDE": "1"}
-    entries = [(12, "pipelined", BESIDE), (12, "sequential", {})]
-    for calls in on_device(ran, 2, tmp_path, entries, SMALL, environment=environment):
-        assert calls == {("ag_gemm", "pipelined"): 1}
-
-
-@pytest.mark.parametrize("setting", ["auto", "0"])
-def test_alone_nothing_is_taken_from_beside(tmp_path, setting):
-    environment = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_BESIDE": setting}
-    entries = [(12, "pipelined", BESIDE)]
-    for calls in on_device(ran, 2, tmp_path, entries, SMALL, environment=environment):
-        assert calls == {("ag_gemm", RULED): 1}
+        check(SMALL)
+    assert report().calls == {("ag_gemm", expected): 1}
 
 
 @on_device_ranks(2, environment=CACHE)
@@ -121,11 +95,10 @@ def test_only_the_leaders_cache_counts(rank, tmp_path):
     settings.reload()
     store(tmp_path / str(rank), 12, ("pipelined", "sequential")[rank])
     check(SMALL)
-    calls = report().calls
-    assert calls == {("ag_gemm", "pipelined"): 1}
+    assert report().calls == {("ag_gemm", "pipelined"): 1}
 
 
-def raced(rank: int, folder: Path, favourite: str) -> tuple[dict, int, str]:
+def raced(rank: int, favourite: str) -> tuple[dict, int, str]:
     tuner.race = FakeRace(lambda name: 1.0 if name == favourite else 100.0)
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
@@ -135,43 +108,38 @@ def raced(rank: int, folder: Path, favourite: str) -> tuple[dict, int, str]:
 
 
 def test_a_range_is_raced_once_said_and_kept(tmp_path):
-    on = {"FLUX_MEGATRON_CACHE": str(tmp_path), "FLUX_MEGATRON_TUNE": "on"}
-    first = on_device(raced, 2, tmp_path, "pipelined", environment=on)
+    on = {name: value.format(tmp_path=tmp_path) for name, value in ON.items()}
+    first = on_device(raced, 2, "pipelined", environment=on)
     for rank, (calls, races, said) in enumerate(first):
         assert calls == {("ag_gemm", "pipelined"): 4}
         assert races > 1
         line = "flux_megatron: measured ag_gemm M=64 N=10 K=4 nt float32 over 2 ranks on"
-        assert said.count(line) == (1 if rank == 0 else 0)
-        if rank == 0:
-            assert "pipelined 1 us, sequential 100 us" in said
+        assert said.count(line) == (rank == 0)
+        assert rank or "pipelined 1 us, sequential 100 us" in said
     (file,) = tmp_path.rglob("*.json")
     # a later run finds it, whatever it would measure itself
     for mode in ("on", "off"):
         later = on | {"FLUX_MEGATRON_TUNE": mode}
-        for calls, races, said in on_device(raced, 2, tmp_path, "fused", environment=later):
-            assert (calls, races, said) == ({("ag_gemm", "pipelined"): 4}, 0, "")
+        found = on_device(raced, 2, "fused", environment=later)
+        assert found == [({("ag_gemm", "pipelined"): 4}, 0, "")] * 2
     # what was measured with other software is measured again
     file.write_text(file.read_text().replace('"torch": "', '"torch": "0.'))
-    for calls, races, _ in on_device(raced, 2, tmp_path, "fused", environment=on):
+    for calls, races, _ in on_device(raced, 2, "fused", environment=on):
         assert calls == {("ag_gemm", "fused"): 4}
         assert races > 1
     assert '"torch": "0.' not in file.read_text()
 
 
 def test_a_race_is_under_the_conditions_of_the_run(tmp_path):
-    on = {
-        "FLUX_MEGATRON_CACHE": str(tmp_path),
-        "FLUX_MEGATRON_TUNE": "on",
-        "FLUX_MEGATRON_BESIDE": "1",
-    }
-    for calls, races, _ in on_device(raced, 2, tmp_path, "fused", environment=on):
+    on = {"FLUX_MEGATRON_BESIDE": "1"}
+    on |= {name: value.format(tmp_path=tmp_path) for name, value in ON.items()}
+    for calls, races, _ in on_device(raced, 2, "fused", environment=on):
         assert calls == {("ag_gemm", "fused"): 4}
         assert races > 1
     (file,) = tmp_path.rglob("*.json")
     assert '"beside": true' in file.read_text()
     off = on | {"FLUX_MEGATRON_TUNE": "off"}
-    for calls, races, _ in on_device(raced, 2, tmp_path, "", environment=off):
-        assert (calls, races) == ({("ag_gemm", "fused"): 4}, 0)
+    assert on_device(raced, 2, "", environment=off) == [({("ag_gemm", "fused"): 4}, 0, "")] * 2
 
 
 @pytest.mark.parametrize(("takes_s", "raced_ranges"), [(0.3, 2), (0.5, 1)])
@@ -191,7 +159,6 @@ def test_no_range_is_raced_when_the_time_for_races_is_over(rank, tmp_path, takes
 
 @on_device_ranks(2, environment=ON)
 def test_a_new_m_asks_nobody(rank):
-    """What is asked and raced in a run whose calls all have another M."""
     questions: list[str] = []
     ask = Agreement.ask
     tuner.race = FakeRace(lambda name: 1.0 if name == "pipelined" else 100.0)
@@ -241,7 +208,6 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(rank, tmp_path):
 
 @on_device_ranks(2, environment=ON)
 def test_measuring_leaves_the_run_alone(rank):
-    """Measuring draws no numbers from the run's generator and leaves its workspace alone."""
     torch.manual_seed(5)
     before = torch.rand(1, device=DEVICE)
     torch.manual_seed(5)
@@ -251,3 +217,106 @@ def test_measuring_leaves_the_run_alone(rank):
         check(replace(SMALL, seed=seed))
     assert torch.equal(before, torch.rand(1, device=DEVICE))
     assert report().workspace_bytes == held
+
+
+LAYER = Problem(Pattern.GEMM_RS, 4096, 5120, 25600, "bfloat16", 2)
+NAMES = ["hopper", "fused", "pipelined", "signalled"]
+HALVES = Plan("pipelined", comm_rows=1024)  # of a shard of 2048 rows
+
+
+def test_ranges_are_powers_of_two_and_every_m_has_one():
+    assert [range_of(M) for M in (1, 64, 90, 91, 1448, 1449, 8192, 10**6)] == [
+        6, 6, 6, 7, 10, 11, 13, 13
+    ]  # fmt: skip
+    assert {range_of(1 << number) for number in RANGES} == {*RANGES}
+    assert problem_of(replace(LAYER, world_size=3), 6).M == 66, "whole shards"
+
+
+def test_the_nearest_point_of_the_range_gives_the_plan():
+    table = PlanTable({2048: PLAIN, 3072: HALVES, 4096: Plan("fused")})
+    found = [table.plan(replace(LAYER, M=M), NAMES) for M in (2048, 2100, 3100, 5700)]
+    assert [plan.strategy for plan in found] == [*["sequential"] * 2, "pipelined", "fused"]
+    assert found[-1] == Plan("fused")
+    far = PlanTable({4096: PLAIN})
+    assert far.plan(replace(LAYER, M=16384), ["pipelined"]) == Plan("pipelined"), "by the rule"
+    table = PlanTable({4096: Plan("hopper")})  # which cannot run this M
+    assert table.plan(replace(LAYER, M=4097), ["pipelined"]) == Plan("pipelined")
+    assert table.plan(replace(LAYER, M=4097), []) == PLAIN
+
+
+def test_a_plan_keeps_its_share_of_rows():
+    assert for_rows(HALVES, 4096, LAYER) == HALVES
+    assert for_rows(HALVES, 4096, replace(LAYER, M=6000)).comm_rows == 1500
+    assert for_rows(PLAIN, 4096, replace(LAYER, M=6000)) == PLAIN
+    bands, on_cpu = Plan("signalled", group_rows=(512, 512)), replace(LAYER, M=6000, device="cpu")
+    default = registry.strategy(on_cpu, "signalled").default_plan(on_cpu)
+    assert for_rows(bands, 4096, on_cpu) == default
+
+
+def test_the_second_range_of_training_races_all_of_them():
+    table = PlanTable()
+    assert table.unsettled(300) == [8]
+    table.settled |= {8}
+    assert table.unsettled(6000) == [13]
+    table.points[8192] = PLAIN
+    assert table.unsettled(5000) == [10, 11, 12]
+    assert table.unsettled(7000) == []
+    table.settled |= {10, 11, 12}
+    assert all(table.unsettled(M) == [] for M in range(800, 20000, 100))
+    assert table.unsettled(64) == [6], "few rows alone"
+
+
+@pytest.mark.parametrize(
+    ("M", "names", "strategy"),
+    [
+        (8192, NAMES, "hopper"), (1024, NAMES[1:], "fused"), (1023, NAMES, "sequential"),
+        (64, ["low_latency", *NAMES], "low_latency"), (65, ["low_latency", *NAMES], "sequential"),
+    ],
+)  # fmt: skip
+def test_the_rule_without_a_measurement(monkeypatch, M, names, strategy):
+    monkeypatch.setattr(plan_table, "_default", lambda problem, name: Plan(name))
+    assert plan_table.ruled(replace(LAYER, M=M), names).strategy == strategy
+    gathers = replace(LAYER, pattern=Pattern.AG_GEMM, M=64)
+    assert plan_table.ruled(gathers, ["low_latency", *NAMES]) == PLAIN
+
+
+def test_the_rule_has_a_gemm_a_shard_for_blockwise_scales():
+    blocks = replace(LAYER, dtype="float8_e4m3fn", out_dtype="bfloat16", blockwise=True)
+    for M, plan in ((2048, Plan("pipelined")), (2047, PLAIN)):
+        assert plan_table.ruled(replace(blocks, M=M), ["pipelined"]) == plan
+
+
+def test_a_race_leaves_out_what_never_wins(monkeypatch):
+    tried = {name: [Plan(name, comm_rows=rows) for rows in range(6)] for name in NAMES}
+    monkeypatch.setattr(registry, "candidates", lambda problem, name: tried[name])
+    assert plan_table.racers(LAYER, NAMES) == [PLAIN, *tried["hopper"][:4], *tried["pipelined"][:4]]
+    few = plan_table.racers(replace(LAYER, M=512), ["pipelined", "signalled"])
+    assert few == [PLAIN, *tried["pipelined"][:4]]
+    assert plan_table.racers(LAYER, ["signalled"]) == [PLAIN, *tried["signalled"][:4]]
+    assert Plan("fused") in plan_table.racers(LAYER, NAMES[1:])
+
+
+def test_rows_in_parts_of_k_are_tried_where_few_rows_have_long_k():
+    def tried(M: int, K: int) -> set[tuple[int, int]]:
+        problem = Problem(Pattern.AG_GEMM, M, 2 * 5120, K, "bfloat16", 2)
+        plans = [plan for plan in hopper.candidates(problem) if plan.splits]
+        assert {plan.splits for plan in plans} <= {4}
+        return {(plan.tile.block_m, plan.tile.block_n) for plan in plans}
+
+    assert tried(256, 2048) == tried(1024, 8192) == {(128, 256), (128, 128)}
+    assert tried(112, 2048) == {(64, 128), (64, 64)}
+    assert tried(256, 2047) == tried(112, 1024) == tried(2048, 8192) == set()
+
+
+def test_short_sums_over_two_ranks_are_pushed_in_quarters_or_by_sms():
+    def tried(M: int, K_local: int, world_size: int = 2) -> set[tuple[str, int]]:
+        """Transports, and communication tiles of a shard."""
+        problem = Problem(Pattern.GEMM_RS, M, 8192, world_size * K_local, "bfloat16", world_size)
+        plans = [hopper.default_plan(problem), *hopper.candidates(problem)]
+        return {(plan.transport, cdiv(problem.M_shard, plan.comm_rows)) for plan in plans}
+
+    halves, quarters, by_sm = ("copy_engine", 2), ("copy_engine", 4), ("sm", 8)
+    assert tried(8192, 1024) == {halves, quarters, by_sm}
+    assert tried(8192, 2048) == tried(8192, 4096) == {halves, quarters}
+    assert tried(8192, 6144) == tried(8192, 1024, world_size=4) == {halves}
+    assert tried(1024, 8192) == {halves, by_sm}

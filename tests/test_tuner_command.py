@@ -1,16 +1,15 @@
 """`flux-megatron tune`: which problems a model has, and the whole command on two ranks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from flux_megatron.problem import Pattern, Plan, Problem, Tile
+from flux_megatron.problem import Pattern, Plan, Tile
 from flux_megatron.tuning import plan_cache
 from flux_megatron.tuning.plan_entry import Entry
 
@@ -24,25 +23,11 @@ from flux_megatron.tune_command import measure, request
 from flux_megatron.tune_command.widths import MODELS, Widths, of_megatron
 
 ROOT = Path(__file__).parents[1]
-SMALL = ["--suite", "gpt3-175b", "--tp", "2", "--M", "32", "--scale", "768", "--device", "cpu"]
-
-
-def suite_problems(sequence_parallel: bool = True) -> list[Problem]:
-    model = MODELS["gpt3-175b"]
-    return request.problems_of_model(model, None, [8192], 4, "bfloat16", "cuda", sequence_parallel)
-
-
-def test_the_problems_of_a_suite():
-    found = suite_problems()
-    assert len(found) == len(set(found)) == 8
-    fc1 = Problem(Pattern.AG_GEMM, 8192, 49152, 12288, "bfloat16", 4)
-    fc1_dgrad = Problem(Pattern.GEMM_RS, 8192, 12288, 49152, "bfloat16", 4, layout="nn")
-    proj_dgrad = Problem(Pattern.AG_GEMM, 8192, 12288, 12288, "bfloat16", 4, layout="nn")
-    assert {fc1, fc1_dgrad, proj_dgrad} <= set(found)
 
 
 def test_the_problems_of_a_suite_without_sequence_parallelism():
-    found = suite_problems(sequence_parallel=False)
+    model = MODELS["gpt3-175b"]
+    found = request.problems_of_model(model, None, [8192], 4, "bfloat16", "cuda", False)
     assert {(p.pattern, p.layout, p.N, p.K) for p in found} == {
         (Pattern.GEMM_AR, "nt", 12288, 12288), (Pattern.GEMM_AR, "nt", 12288, 49152),
         (Pattern.GEMM_AR, "nn", 12288, 36864), (Pattern.GEMM_AR, "nn", 12288, 49152),
@@ -72,10 +57,8 @@ def test_the_problems_of_any_model(widths, hidden, outputs, inputs):
     expected = {(M, *shape) for M in (8192, 4096) for shape in column + row}
     assert {(p.M, p.layout, p.pattern, p.N, p.K) for p in found} == expected
     assert len(found) == len(expected)
-
-
-def test_gpt3_by_its_widths_is_the_suite():
-    assert GPT3.layers(4) == MODELS["gpt3-175b"]
+    assert GPT3.layers(4) == MODELS["gpt3-175b"], "by its widths it is the suite"
+    assert [p.beside for p in request.and_beside(found[:1])] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -105,44 +88,29 @@ def test_the_widths_of_megatrons_arguments(words, model, tp):
     assert of_megatron(words.split()) == (model, tp)
 
 
-ANY_MODEL = [
-    line.split()
-    for line in (
+@pytest.mark.parametrize(
+    "words",
+    [
         "--hidden 32 --ffn 64 --heads 4 --kv-heads 2 --swiglu --tp 4",
         "-- --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --group-query-attention "
         "--num-query-groups 2 --swiglu --tensor-model-parallel-size 4",
-    )
-]
-
-
-@pytest.mark.parametrize("words", ANY_MODEL, ids=["options", "megatron"])
+    ],
+    ids=["options", "megatron"],
+)
 def test_the_ranks_of_any_model(words, monkeypatch):
-    seen = []
-    start = lambda ranks, device, connections, words: seen.append((ranks, device)) or 0  # noqa: E731
+    start, asked, problems = mock.Mock(return_value=0), request.Request.problems, []
     monkeypatch.setattr(request, "start", start)
-    problems = []
-    asked = request.Request.problems
     monkeypatch.setattr(
         request.Request, "problems", lambda self: problems.append(asked(self)) or problems[0]
     )
-    done = CliRunner().invoke(cli.app, ["tune", "--device", "cpu", "--vocab", "96", *words])
+    done = CliRunner().invoke(cli.app, f"tune --device cpu --vocab 96 {words}".split())
     assert done.exit_code == 0, done.output
-    assert seen == [(4, "cpu")]
+    assert start.call_args.args[:2] == (4, "cpu")
     ((found, name),) = problems
     assert name == "hidden-32_ffn-64_heads-4_kv-heads-2_vocab-96_swiglu"
     assert {(p.N, p.K) for p in found if p.layout == "nt"} == {
         (64, 32), (128, 32), (96, 32), (32, 32), (32, 64),
     }  # fmt: skip
-
-
-def test_each_problem_alone_and_beside():
-    (one, *_) = suite_problems()
-    assert request.and_beside([one]) == [one, beside(one)]
-    assert not one.beside
-
-
-def beside(problem: Problem) -> Problem:
-    return replace(problem, beside=True)
 
 
 def test_a_plan_as_a_short_text():
@@ -152,37 +120,38 @@ def test_a_plan_as_a_short_text():
     assert measure.label(plan) == "fused 128x256x64 g8 w8 s3 tma"
 
 
-def run_command(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "flux_megatron.cli", "tune", *arguments],
+def run_command(cache: Path, out: Path, *more: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "flux_megatron.cli", "tune", "--suite", "gpt3-175b", "--tp", "2",
+         "--M", "32", "--scale", "768", "--device", "cpu", "--out", out, *more],
         env=os.environ | {"FLUX_MEGATRON_CACHE": str(cache), "COLUMNS": "200"},
         cwd=ROOT, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_the_command(tmp_path):
     cache, out = tmp_path / "cache", tmp_path / "tuned"
-    first = run_command(cache, *SMALL, "--out", str(out))
-    assert first.returncode == 0, first.stderr
+    first = run_command(cache, out)
     (file,) = out.iterdir()
     assert file.name == "gpt3-175b_tp2_connections-1.json"
     entries, errors = plan_cache.read_folders(Entry, out)
     assert errors == []
     assert len(entries) == 8
-    assert f"8 entries in {file}" in first.stdout
-    assert f"8 plans kept in {cache / 'plans'}" in first.stdout
-    assert " ".join(first.stdout.split()).count("12 rounds, noise") == 8
+    assert f"8 entries in {file}" in first
+    assert f"8 plans kept in {cache / 'plans'}" in first
+    assert " ".join(first.split()).count("12 rounds, noise") == 8
     assert len([*cache.rglob("*.json")]) == 8
     for entry in entries:
         assert {one.plan.strategy for one in entry.measured} >= {"sequential", "fused"}
 
     for entry in entries:  # as if they had been measured: emulated that takes minutes
-        plan_cache.store(cache / "plans", replace(entry, problem=beside(entry.problem)))
-    second = run_command(cache, *SMALL, "--with-nccl-load", "--out", str(out))
-    assert second.returncode == 0, second.stderr
-    assert second.stdout.count("(known, noise") == 16
-    said = " ".join(second.stdout.split())  # titles are wrapped
-    assert said.count(", beside others (") == 8
+        beside = replace(entry.problem, beside=True)
+        plan_cache.store(cache / "plans", replace(entry, problem=beside))
+    second = run_command(cache, out, "--with-nccl-load")
+    assert second.count("(known, noise") == 16
+    assert " ".join(second.split()).count(", beside others (") == 8  # titles are wrapped
     both, errors = plan_cache.read_folders(Entry, out)
     assert errors == []
     assert both[::2] == entries

@@ -1,9 +1,6 @@
 """Which versions were run, and what is said of others."""
 
-from __future__ import annotations
-
 import re
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,12 +22,9 @@ READS_VERSIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("version", "expected"),
-    [("2.15.0+cu132", (2, 15)), ("3.9.0a0+git1", (3, 9)), ("0.20.0rc0", (0, 20)), ("3.1", (3, 1))],
-)
-def test_a_release_is_two_numbers(version, expected):
-    assert release(version) == expected
+def test_a_release_is_two_numbers():
+    versions = ("2.15.0+cu132", "3.9.0a0+git1", "0.20.0rc0", "3.1")
+    assert [*map(release, versions)] == [(2, 15), (3, 9), (0, 20), (3, 1)]
 
 
 @pytest.mark.parametrize("one", ALL, ids=lambda one: one.distribution)
@@ -50,33 +44,24 @@ def torch_3(monkeypatch) -> Library:
     return TORCH
 
 
-def test_it_warns_once(torch_3):
+@pytest.mark.filterwarnings("error")
+def test_rank_0_warns_once(torch_3, monkeypatch):
     nowhere = Library("no such package", "no_such_module", "1.0", "1.0")
+    monkeypatch.setenv("RANK", "1")
+    warn_of_untested(torch_3)
+    monkeypatch.delenv("RANK")
+    library._warned.clear()
     with pytest.warns(UserWarning, match=r"torch 3\.0\.1 is newer than 2\.15"):
         warn_of_untested(torch_3, nowhere)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of_untested(torch_3, nowhere)
-        warn_of_untested(TRITON, MEGATRON_CORE, TRANSFORMER_ENGINE)  # which were run
-
-
-def test_only_rank_0_warns(torch_3, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of_untested(torch_3)
+    warn_of_untested(torch_3, nowhere)
+    warn_of_untested(TRITON, MEGATRON_CORE, TRANSFORMER_ENGINE)  # which were run
 
 
 @pytest.mark.parametrize(
     ("version", "directly", "expands"),
-    [
-        ("3.5.1", False, True),
-        ("3.6.0", True, False),
-        ("3.7.1", True, True),
-        ("3.9.0", True, True),
-        ("3.10.0", False, True),
-    ],
-)
+    [("3.5.1", False, True), ("3.6.0", True, False), ("3.7.1", True, True), ("3.9.0", True, True),
+     ("3.10.0", False, True)],
+)  # fmt: skip
 def test_how_a_triton_launches(monkeypatch, version, directly, expands):
     monkeypatch.setitem(library.sys.modules, "triton", SimpleNamespace(__version__=version))
     assert (runs_directly(), run_expands_descriptors()) == (directly, expands)

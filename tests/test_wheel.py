@@ -1,29 +1,100 @@
 """The wheel and the sdist of this checkout, installed into clean environments, far from any
 checkout: what is in them, what runs with the core alone, what the commands find with their extras.
 
-Nothing is downloaded: see `wheel_environment`. So it cannot tell whether an index has the
-requirements; that pip takes those installed here for enough, it does.
+Nothing is downloaded: of what is installed here a venv sees links to the packages that the given
+requirements need, with their metadata. So it cannot tell whether an index has the requirements;
+that pip takes those installed here for enough, it does.
 """
 
-from __future__ import annotations
-
+import email
 import os
 import re
 import subprocess
+import sys
 import tarfile
 import zipfile
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("hatchling", reason="builds the wheel: pip install -e '.[dev]'")
+
 import typer
-from wheel_environment import ROOT, build, environment, link, needed, requirements
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from flux_megatron import command_errors, lab_commands
 from flux_megatron.cli import app
 from flux_megatron.version import __version__
 
-pytest.importorskip("hatchling", reason="builds the wheel: pip install -e '.[dev]'")
+ROOT = Path(__file__).parents[1]
+
+
+def build(out: Path, target: str, source: Path = ROOT) -> Path:
+    """The `target`, wheel or sdist, of a source tree, by hatchling as it is installed here."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(out)]
+    subprocess.run(command, cwd=source, check=True, timeout=120)
+    (file,) = out.glob("*.whl" if target == "wheel" else "*.tar.gz")
+    return file
+
+
+def requirements(wheel: Path, extra: str = "") -> list[Requirement]:
+    """What the wheel requires with one of its extras, or with none."""
+    name = f"flux_megatron-{__version__}.dist-info/METADATA"
+    message = email.message_from_bytes(zipfile.ZipFile(wheel).read(name))
+    return _asked(message.get_all("Requires-Dist", []), {extra})
+
+
+def needed(wanted: Iterable[Requirement]) -> dict[str, metadata.Distribution]:
+    """The installed distributions that these requirements need, by name.
+
+    What is not installed is left out: pip then complains about it.
+    """
+    found: dict[str, metadata.Distribution] = {}
+    waiting, seen = list(wanted), set()
+    while waiting:
+        one = waiting.pop()
+        if (key := (canonicalize_name(one.name), *sorted(one.extras))) in seen:
+            continue
+        seen.add(key)
+        try:
+            here = found[key[0]] = metadata.distribution(one.name)
+        except metadata.PackageNotFoundError:
+            continue
+        waiting += _asked(here.requires or (), one.extras or {""})
+    return found
+
+
+def _asked(texts: Iterable[str], extras: set[str]) -> list[Requirement]:
+    """Those of the requirements whose markers hold here, with these extras."""
+    return [
+        one for one in map(Requirement, texts)
+        if not one.marker or any(one.marker.evaluate({"extra": extra}) for extra in extras)
+    ]  # fmt: skip
+
+
+def link(packages: Iterable[metadata.Distribution], folder: Path) -> None:
+    for package in packages:
+        for name in {Path(file).parts[0] for file in package.files or ()}:
+            target, source = folder / name, Path(str(package.locate_file(name)))
+            if name not in ("..", "__pycache__") and source.exists() and not target.exists():
+                target.symlink_to(source)
+
+
+def environment(folder: Path, wheel: Path) -> Path:
+    """A venv with the wheel and what it requires without extras; its folder of commands."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
+    (site,) = folder.glob("lib/python*/site-packages")
+    link(needed(requirements(wheel)).values(), site)
+    options = ["--no-index", "--no-cache-dir", "--no-compile", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "--python", folder / "bin/python", "install"]
+    subprocess.run([*command, *options, wheel], check=True, timeout=120)
+    return folder / "bin"
+
+
 EMPTY = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
 CALL = """
 import sys
@@ -64,7 +135,6 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def core(wheel, tmp_path_factory):
-    """The commands of an environment with the wheel and what it requires."""
     return environment(tmp_path_factory.mktemp("core") / "venv", wheel)
 
 
@@ -87,8 +157,7 @@ def ran(folder: Path, *command: object, path: str = "", code: int = 0, **more: s
 
 
 def test_the_wheel_has_what_the_commands_read(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
+    names = zipfile.ZipFile(wheel).namelist()
     assert sorted(names) == sorted(set(names))
     assert not [name for name in names if name.startswith("flux_megatron/lab/")]
     for folder in ("configs", "patches"):
@@ -100,12 +169,9 @@ def test_the_wheel_has_what_the_commands_read(wheel):
     assert tops == {"flux_megatron", f"flux_megatron-{__version__}.dist-info"}
 
 
-def test_the_core_is_torch_and_triton(wheel):
-    assert {one.name for one in requirements(wheel)} == {"torch", "triton"}
-
-
-def test_a_missing_module_leads_to_the_extra_that_brings_it(wheel):
+def test_the_core_is_torch_and_triton_and_a_missing_module_leads_to_the_extra_that_brings_it(wheel):
     """The table of `command_errors` is that of pyproject.toml, and every extra has typer."""
+    assert {one.name for one in requirements(wheel)} == {"torch", "triton"}
     distributions = {"megatron": "megatron-core", "pynvml": "nvidia-ml-py", "yaml": "pyyaml"}
     for module, extra in command_errors.EXTRAS.items():
         name = distributions.get(module, module)
@@ -126,18 +192,16 @@ def test_the_core_alone_has_doctor(core, tmp_path):
 @pytest.mark.parametrize("asked", [{}, {"TRITON_INTERPRET": "1"}], ids=["", "interpreted"])
 def test_the_core_alone_computes_on_the_cpu(core, tmp_path, asked):
     """Without overlap, as numpy, in which Triton's interpreter is written, is no requirement."""
-    command = [core / "python", "-W", "ignore", "-c", CALL]
+    python, store = (core / "python", "-W", "ignore", "-c", CALL), tmp_path / "store"
     with ThreadPoolExecutor() as pool:
-        ranks = [
-            pool.submit(ran, tmp_path, *command, r, tmp_path / "store", **asked) for r in range(2)
-        ]
+        ranks = [pool.submit(ran, tmp_path, *python, rank, store, **asked) for rank in range(2)]
     assert all("CPU tensors need numpy" in rank.result() for rank in ranks)
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--help", "Tensor-parallel layers for Megatron"),
+        *((f"{command} --help", "sage: ") for command in PRODUCT),
         ("launch cpu/tiny --dry-run", "torch.distributed.run"),
         ("doctor --strategies", "ag_gemm"),
         ("tune --device cpu --hidden 16 --ffn 16 --heads 2 --M 16", "6 plans kept"),
@@ -149,13 +213,10 @@ def test_commands_work_outside_a_checkout(core, extra, tmp_path, words, text):
     assert text in ran(tmp_path, *command, path=extra, FLUX_MEGATRON_CACHE=cache)
 
 
-@pytest.mark.parametrize("command", PRODUCT)
-def test_commands_of_the_product_work_without_the_laboratory(core, extra, tmp_path, command):
-    assert "sage: " in ran(tmp_path, core / "flux-megatron", command, "--help", path=extra)
-
-
 def test_help_lists_what_is_installed(core, extra, tmp_path):
-    words = {*ran(tmp_path, core / "flux-megatron", "--help", path=extra).split()}
+    said = ran(tmp_path, core / "flux-megatron", "--help", path=extra)
+    assert "Tensor-parallel layers for Megatron" in said
+    words = {*said.split()}
     assert {*PRODUCT} <= words
     assert not {*lab_commands.PLACES} & words
 
@@ -196,11 +257,9 @@ def test_the_sdist_makes_the_same_wheel(wheel, tmp_path):
             ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout.splitlines()
         assert [name for name in tracked if not (source / name).exists()] == []
-    again = build(tmp_path / "again", "wheel", source)
-    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
-        assert {i.filename: i.CRC for i in one.infolist()} == {
-            i.filename: i.CRC for i in other.infolist()
-        }
+    wheels = (wheel, build(tmp_path / "again", "wheel", source))
+    one, other = ({i.filename: i.CRC for i in zipfile.ZipFile(w).infolist()} for w in wheels)
+    assert one == other
 
 
 def test_every_file_of_a_release_has_the_version():
@@ -210,13 +269,10 @@ def test_every_file_of_a_release_has_the_version():
     assert f"flux_megatron-{__version__}-py3" in (ROOT / "docs/install.md").read_text()
 
 
-COMMAND = re.compile(r"flux-megatron ([a-z]+)")
-
-
 @pytest.mark.parametrize("page", ["README.md", "docs/install.md"])
 def test_the_pages_of_a_beginner_name_commands_and_files_that_exist(page):
     text = (ROOT / page).read_text()
     known = typer.main.get_command(app).commands
-    assert {*COMMAND.findall(text)} <= known.keys()
+    assert {*re.findall(r"flux-megatron ([a-z]+)", text)} <= known.keys()
     for script in re.findall(r"scripts/[\w.]+", text):
         assert (ROOT / script).exists()
