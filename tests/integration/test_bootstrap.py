@@ -135,17 +135,6 @@ def test_unsupported_combination_is_refused_by_name(name, value, flag):
     assert gpt_layer_specs.LocalSpecProvider is before
 
 
-def test_latent_attention_needs_transformer_engine(monkeypatch):
-    args = parse("--flux-overlap")
-    args.multi_latent_attention = True
-    needs_te = ["--multi-latent-attention"]
-    assert [refusal.name for refusal in refusals(args, {})] == needs_te
-    monkeypatch.setattr(requirements, "te_can_run", lambda: True)
-    assert not refusals(args, {})
-    args.transformer_impl = "local"
-    assert [refusal.name for refusal in refusals(args, {})] == needs_te
-
-
 def test_norms_of_queries_that_megatron_would_drop_are_refused(monkeypatch):
     args = parse("--flux-overlap")
     args.qk_l2_norm = True

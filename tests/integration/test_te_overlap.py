@@ -15,8 +15,7 @@ from ranks import FUSED, RankFailure, run_ranks
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron.integration import arm, install, requirements
-from flux_megatron.integration.requirements import FP8_RECIPES
+from flux_megatron.integration import arm, install
 
 SIZES = {"column": (64, 48), "row": (48, 32)}  # N and K of a rank
 BLOCKS = {"column": (256, 128), "row": (128, 384)}  # the same where 128 elements have a scale
@@ -277,30 +276,6 @@ def test_megatron_builds_layers_as_for_userbuffers_without_bulk_overlap():
     install._ask_te_to_overlap(args)
     names = {name.removeprefix("tp_comm_") for name, value in vars(args).items() if value}
     assert names == {"flux_asked_te", "overlap", "overlap_ag", "overlap_rs", "overlap_rs_dgrad"}
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({}, []),
-        ({"fp8_recipe": "delayed"}, []),
-        ({"fp8_recipe": "blockwise"}, ["--fp8-recipe blockwise: it takes the host longer"]),
-        ({"fp8_recipe": "mxfp8"}, [f"one of {', '.join(FP8_RECIPES)} expected"]),
-        ({"spec": ["my", "spec"]}, ["--fp8-format: it was never tried with --spec; --flux-allow"]),
-        ({"multi_latent_attention": True}, ["--fp8-format: it was never tried with --multi-la"]),
-        ({"sequence_parallel": False}, ["without --sequence-parallel"]),
-        ({"sequence_parallel": False, "tensor_model_parallel_size": 1}, []),
-    ],
-)
-def test_what_fp8_needs_is_said_before_a_run_starts(changed, said):
-    args = types.SimpleNamespace(
-        **{"fp8": "hybrid", "fp8_recipe": "tensorwise", "sequence_parallel": True,
-           "tensor_model_parallel_size": 2, **changed}
-    )  # fmt: skip
-    found = [str(one) for one in requirements.of_fp8(args, of_te=True)]
-    assert all(a in b for a, b in zip(said, found, strict=True))
-    (other, *_) = map(str, requirements.of_fp8(args, of_te=False))
-    assert "--transformer-impl transformer_engine" in other
 
 
 def ragged(rank: int) -> str:
