@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import types
@@ -18,7 +19,9 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from ranks import on_cpu_ranks
 
+import flux_megatron
 from flux_megatron.integration.cpu_device import pretend_cuda
+from flux_megatron.integration.flags import add_flux_arguments
 from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
 
 SEQUENCE, BATCH, HIDDEN, FFN = 8, 3, 20, 24
@@ -59,6 +62,13 @@ def on_tp_ranks(world_size: int, **options: Any) -> Callable[[Callable], Callabl
         return on_cpu_ranks(world_size, **options)(started)
 
     return of_body
+
+
+def parse(*given: str) -> argparse.Namespace:
+    """Our arguments and one of Megatron's, before it validates them."""
+    parser = add_flux_arguments(argparse.ArgumentParser())
+    parser.add_argument("--transformer-impl", default="transformer_engine")
+    return parser.parse_args(given)
 
 
 def start(tp: int, **more: Any) -> None:
@@ -166,3 +176,36 @@ def share(whole: torch.Tensor, axis: int) -> torch.Tensor:
 
 def relative_error(got: torch.Tensor, reference: torch.Tensor) -> float:
     return float((got.double() - reference.double()).norm() / reference.double().norm())
+
+
+ALL = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer"}
+
+
+def ours(model: torch.nn.Module) -> set[str]:
+    """The last names of the linear layers that are ours."""
+    flux = (FluxColumnParallelLinear, FluxRowParallelLinear)
+    return {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, flux)}
+
+
+def with_ours(way: str, build: Callable[[], Any], **options: Any) -> Any:
+    """A model with our layers, by `enable` or by `replace`."""
+    if way == "enable":
+        flux_megatron.enable(**options)
+    model = build()
+    if way == "replace":
+        flux_megatron.replace(model, **options)
+    return model
+
+
+def one_step(model: Any, tokens: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """The loss of a model with a few words, and its gradients."""
+    tokens = torch.arange(8)[None] if tokens is None else tokens
+    model.zero_grad()
+    loss = model(tokens, torch.arange(tokens.shape[1])[None], None, labels=tokens).mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    """Of tensors, in containers too, every bit; None is None."""
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import sys
@@ -36,7 +35,6 @@ from flux_megatron.integration import (
     install,
     use_flux_output_layer,
 )
-from flux_megatron.integration.flags import add_flux_arguments
 
 T5_ASKS_FOR_TE = "T5's local specification has a norm of TransformerEngine"
 VOCAB, SEQUENCE, BATCH = 64, 8, 2
@@ -142,16 +140,9 @@ def _specifications_anew() -> Any:
 
 
 @pytest.mark.parametrize("flags", [(), ("--flux-layers", "qkv", "proj")])
-def test_a_hybrid_model_follows_stock(flags):
+@sbs.on_tp_ranks(2)
+def test_a_hybrid_model_follows_stock(rank, flags):
     """Its attention, its MLP and its mixer."""
-    for stock, ours, layers, report in run_ranks(_hybrid, 2, flags):
-        torch.testing.assert_close(ours, stock, atol=1e-6, rtol=1e-5)
-        assert (layers.ours, layers.total) == (2 if flags else 7, 7), layers
-        assert report.overlapped == report.total == 2 * layers.ours
-
-
-def _hybrid(rank: int, flags: tuple[str, ...]) -> tuple[Any, ...]:
-    sbs.start(2)
     te_stand_ins.pretend_te()
     mamba_stand_in.install(mamba_context_parallel, mamba_mixer)
     module = _specifications_anew()
@@ -169,28 +160,30 @@ def _hybrid(rank: int, flags: tuple[str, ...]) -> tuple[Any, ...]:
             max_sequence_length=SEQUENCE, hybrid_override_pattern="M*-",
         )  # fmt: skip
         tokens = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE)
-        mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
-        loss = model(tokens, tokens % SEQUENCE, mask, labels=tokens).mean()
-        loss.backward()
-        loss = loss.detach()
-        found.append({"loss": loss, **{n: p.grad for n, p in model.named_parameters()}})
-    return *found, coverage.layers_of([model], flags[1:] or None), flux_megatron.report()
+        found.append(sbs.one_step(model, tokens))
+    stock, flux = found
+    torch.testing.assert_close(flux, stock, atol=1e-6, rtol=1e-5)
+    layers, report = coverage.layers_of([model], flags[1:] or None), flux_megatron.report()
+    assert (layers.ours, layers.total) == (2 if flags else 7, 7), layers
+    assert report.overlapped == report.total == 2 * layers.ours
 
 
-def test_a_launch_puts_ours_there():
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), "FluxColumnParallelLinear FluxRowParallelLinear FluxColumnParallelLinear"),
+        (("--flux-layers", "fc1"), "Chosen RowParallelLinear ColumnParallelLinear"),
+    ],
+)
+def test_a_launch_puts_ours_there(flags, expected):
     skip_before("0.16", T5_ASKS_FOR_TE)
-    ours = ["FluxColumnParallelLinear", "FluxRowParallelLinear", "FluxColumnParallelLinear"]
-    assert run_ranks(_launched, 1, ()) == [ours]
-    chosen = ["Chosen", "RowParallelLinear", "ColumnParallelLinear"]
-    assert run_ranks(_launched, 1, ("--flux-layers", "fc1")) == [chosen]
+    assert run_ranks(_launched, 1, flags) == [expected.split()]
 
 
 def _launched(rank: int, flags: tuple[str, ...]) -> list[str]:
     """What T5's local specification then names, and the class of its LM head."""
     importlib.reload(t5_spec)  # as it was before another test
-    args = add_flux_arguments(argparse.ArgumentParser()).parse_args(["--flux-overlap", *flags])
-    args.transformer_impl = "local"
-    install.install_from(args)
+    install.install_from(sbs.parse("--flux-overlap", "--transformer-impl", "local", *flags))
     (layer, *_) = t5_spec.get_t5_encoder_with_local_block_spec(1).layer_specs
     attention = layer.submodules.self_attention.submodules
     head = t5_model.tensor_parallel.ColumnParallelLinear

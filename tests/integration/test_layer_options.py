@@ -144,8 +144,7 @@ def test_left_to_megatron_with_a_reason(rank, kind, why, sp):
         if why != "autocast":  # megatron-core's backward knows that of CUDA only
             y.backward(dy)
         results.append((y, x.grad, layer.weight.grad, layer.bias.grad))
-    for got, wanted in zip(*results, strict=True):
-        assert got is wanted is None or torch.equal(got, wanted)
+    sbs.assert_same(*results)
     reasons = {"autocast": "autocast", "a newer option": "gtp_remat_size=2"}
     ((pattern, reason),) = flux_megatron.report().fallbacks
     with_sp = "ag_gemm" if kind == "column" else "gemm_rs"

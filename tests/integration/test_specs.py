@@ -9,13 +9,13 @@ import sys
 import pytest
 import side_by_side as sbs
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt import GPTModel, gpt_layer_specs, gpt_model
+from megatron.core.models.gpt import gpt_layer_specs, gpt_model
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.torch_norm import L2Norm
-from ranks import run_ranks
+from ranks import on_cpu_ranks
 from spec_shapes import module_of, submodules_of
 
 from flux_megatron.integration import (
@@ -122,14 +122,10 @@ def test_providers_answer_megatron_s_questions():
         ({"virtual_pipeline_model_parallel_size": 2}, [2, 2]),
     ],
 )
-def test_block_holds_the_layers_of_its_stage(more, built):
+@on_cpu_ranks(2)
+def test_block_holds_the_layers_of_its_stage(rank, more, built):
     stages = 1 if not more else 2
     more = more and {**more, "pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
-    found = run_ranks(_layers_built, 2, stages, more)
-    assert found == built
-
-
-def _layers_built(rank, stages, more) -> int:
     virtual = more.get("virtual_pipeline_model_parallel_size")
     sbs.start(1, pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual)
     settings = config(**more)
@@ -137,28 +133,7 @@ def _layers_built(rank, stages, more) -> int:
     assert all(chunk.layer_norm is FluxNorm for chunk in chunks)
     if virtual:
         assert [len(chunk.layer_specs) for chunk in chunks] == [1, 1]
-    return sum(len(chunk.layer_specs) for chunk in chunks)
-
-
-@pytest.mark.parametrize("layers", ["flux", "stock"])
-@sbs.on_tp_ranks(1)
-def test_model_is_built_of_these_layers_alone(rank, layers):
-    assert parallel_state.is_initialized()
-
-    def model():
-        return GPTModel(
-            config=config(), transformer_layer_spec=gpt_block_spec(config(), layers),
-            vocab_size=8, max_sequence_length=8,
-        )  # fmt: skip
-
-    with use_flux_output_layer():
-        head = model().output_layer
-    assert type(head) is FluxColumnParallelLinear
-    built = model()
-    assert type(built.output_layer) is ColumnParallelLinear
-    linears = [m for m in built.decoder.modules() if isinstance(m, CLASSES["stock"])]
-    assert len(linears) == 16
-    assert {type(linear) for linear in linears} == {*CLASSES[layers]}
+    assert sum(len(chunk.layer_specs) for chunk in chunks) == built[rank]
 
 
 def test_importing_the_package_imports_no_megatron():

@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import side_by_side as sbs
 import te_modules
 import torch
 import torch.distributed as dist
@@ -39,8 +40,11 @@ def sizes(mode: str) -> tuple[int, int]:
     return BLOCKS[mode] if _blocks() else SIZES[mode]
 
 
+pretend = te_modules.install  # tests/protocol/source_mutants.py calls it
+
+
 def overlapped(recipe: str = "current", layers: tuple[str, ...] | None = None) -> Any:
-    te_modules.install()
+    pretend()
     from flux_megatron.integration import te_overlap
 
     te_overlap.use(lambda: dist.group.WORLD, layers)
@@ -72,10 +76,6 @@ def stepped(rank: int, layer: Any, mode: str) -> list[Tensor]:
     return [y.detach(), x.grad, layer.weight.grad]
 
 
-def assert_exact(ours: list[Tensor], plain: list[Tensor]) -> None:
-    torch.testing.assert_close(ours, plain, rtol=0, atol=0)
-
-
 def totals() -> dict[str, int]:
     calls = flux_megatron.report().calls
     return {p: sum(n for (q, _), n in calls.items() if q == p) for p in ("ag_gemm", "gemm_rs")}
@@ -105,7 +105,7 @@ def test_layers_follow_those_without_overlap(rank, recipe, delayed):
                 stepped(rank, layer(rank, mode, overlap, bias=mode == "column"), mode)
                 for overlap in (True, False)
             )
-            assert_exact(ours, plain)
+            sbs.assert_same(ours, plain)
     assert beside.call_count == BESIDE[recipe], "gathers by copy engines"
     assert totals() == {"ag_gemm": 2 + delayed, "gemm_rs": 2 + delayed}
 
@@ -143,7 +143,7 @@ def test_layers_of_16_bits_and_fp8_stand_side_by_side_with_rows_that_change(rank
     """`--first-last-layers-bf16`, and packed sequences."""
     overlapped()
     for rows in (8, 40, 8, 24):
-        assert_exact(mixed(rank, True, rows), mixed(rank, False, rows))
+        sbs.assert_same(mixed(rank, True, rows), mixed(rank, False, rows))
     assert totals() == {"ag_gemm": 16, "gemm_rs": 16}
 
 
@@ -184,7 +184,7 @@ def test_weights_that_are_fp8_parameters(rank, recipe, counts):
     overlapped(recipe)
     for mode in SIZES:
         ours, plain = (of_parameters(rank, mode, way, len(counts) > 1) for way in (True, False))
-        assert_exact(ours, plain)
+        sbs.assert_same(ours, plain)
     report = flux_megatron.report()
     found = [sum(totals().values()), *report.fallbacks.values(), *report.copies.values()]
     assert found == counts
@@ -211,7 +211,7 @@ def test_what_we_do_not_compute_runs_without_overlap_and_is_counted(rank, recipe
     with reason, pytest.warns(UserWarning, match="no such call"):
         both = [[stepped(rank, layer(rank, mode, overlap), mode) for mode in SIZES]
                 for overlap in (True, False)]  # fmt: skip
-    assert_exact(*both)
+    sbs.assert_same(*both)
     assert reasons() == ["no such call"] * 2
 
 
@@ -223,7 +223,7 @@ def test_a_library_without_blockwise_scales_leaves_tes_own(rank):
     with refused as asked, pytest.warns(UserWarning, match="no such GEMM"):
         ours = stepped(rank, layer(rank, "column", True), "column")
     assert [call.args[1:] for call in asked.call_args_list] == [(128, 128), (128, 256)]
-    assert_exact(ours, stepped(rank, layer(rank, "column", False), "column"))
+    sbs.assert_same(ours, stepped(rank, layer(rank, "column", False), "column"))
     assert reasons() == ["no such GEMM"] * 2
 
 

@@ -92,12 +92,9 @@ def test_what_cannot_be_asked_is_not_passed(smi, question):
     assert len(of("ok")) == len(SOUND) - 1
 
 
-def test_gpu_that_knows_no_errors_is_not_passed(smi):
+def test_what_has_no_answer_is_not_passed(smi, monkeypatch):
     smi({"ecc.errors.uncorrected.volatile.total": "0, [N/A]\n1, [N/A]\n"})
     assert "GPU 0, 1 has no ecc.errors" in of("not checked")[0]
-
-
-def test_machine_without_nvidia_smi_says_so(monkeypatch):
     monkeypatch.setattr(gpus.shutil, "which", lambda name: None)
     assert of("not checked") == ["errors, links and clocks of GPUs: no nvidia-smi"]
 
@@ -143,12 +140,8 @@ def test_commands_are_bounded():
 
 
 def test_verdict_is_one_line(tmp_path, monkeypatch):
-    findings = [
-        Finding("ok", "a"),
-        Finding("unfit", "b"),
-        Finding("not checked", "c"),
-        Finding("unfit", "d"),
-    ]
+    given = ("ok", "a"), ("unfit", "b"), ("not checked", "c"), ("unfit", "d")
+    findings = [Finding(*each) for each in given]
     assert verdict(findings) == "unfit: b; d; not checked: c"
     assert verdict(findings[:1]) == "fit"
     monkeypatch.setattr(gpus.shutil, "which", lambda name: None)
