@@ -209,3 +209,16 @@ def one_step(model: Any, tokens: torch.Tensor | None = None) -> list[torch.Tenso
 def assert_same(got: Any, expected: Any) -> None:
     """Of tensors, in containers too, every bit; None is None."""
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def saved_sizes(forward: Callable[[], Any]) -> list[int]:
+    """Elements of every tensor that is kept for backward, the smallest first."""
+    sizes: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sorted(sizes)

@@ -19,6 +19,7 @@ from te_blocks import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
     Float8BlockwiseQTensorStorage,
+    Weight,
     gather_blocks,
 )
 from torch import Tensor
@@ -85,23 +86,9 @@ class Float8TensorStorage:
         return data.contiguous().view(_TORCH[self._fp8_dtype]).float() * self._scale_inv
 
 
-class Float8Tensor(Float8TensorStorage, torch.Tensor):
-    """A weight that is FP8 itself. Only what autograd and a module ask of it can be done."""
-
-    @staticmethod
-    def __new__(cls, data: Tensor, *_: Any) -> Float8Tensor:
-        return Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten.detach.default:
-            raise NotImplementedError(f"{func} of a weight in FP8")
-        made = cls(args[0]._data, args[0]._scale_inv, args[0]._fp8_dtype)
-        made.__dict__.update(args[0].__dict__)
-        return made
-
-    def size(self) -> torch.Size:
-        return self._data.size()
+class Float8Tensor(Float8TensorStorage, Weight):
+    def __init__(self, stored: Any) -> None:
+        Weight.__init__(self, stored)
 
     def moved(self, buffer: Tensor) -> None:
         """As a distributed optimizer does it: the bytes lie in its buffer now."""
@@ -151,7 +138,7 @@ def parameter_of(w: Tensor) -> Any:
     stored = quantizer_of(DType.kFloat8E4M3, weight=True)(w)
     if isinstance(stored, Float8BlockwiseQTensorStorage):
         return Float8BlockwiseQTensor(stored)
-    made = Float8Tensor(stored._data, stored._scale_inv, stored._fp8_dtype)
+    made = Float8Tensor(stored)
     made.moved(torch.zeros(2**14, dtype=torch.uint8)[64:])
     return made
 

@@ -56,6 +56,13 @@ def counted(*models) -> Layers:
     return now.layers
 
 
+@sbs.on_tp_ranks(1)
+def test_all_are_ours(rank):
+    wrapped = torch.nn.Module()
+    wrapped.module = model()
+    assert counted(wrapped) == Layers(9, 9, {})
+
+
 COLUMN = "ColumnParallelLinear"
 
 
@@ -75,9 +82,6 @@ def test_layers_of_one_kind_are_reported_once_with_their_number(rank):
         ("decoder.layers.*.mlp.linear_fc2", f"{OTHER}RowParallelLinear"): 2,
     }
     assert counted(model("stock")) == Layers(1, 9, others)
-    wrapped = torch.nn.Module()
-    wrapped.module = model()
-    assert counted(wrapped) == Layers(9, 9, {})
 
 
 @sbs.on_tp_ranks(1, environment={"FLUX_MEGATRON_STRICT": "1"})

@@ -51,6 +51,9 @@ def test_sound_node_is_fit(smi):
     assert of("unfit") == of("not checked") == []
     assert len(of("ok")) == len(SOUND)
     assert len(of("ok", link="pcie")) == len(SOUND) - 2
+    smi({"--errorcounters": "GPU 0: A\n\t Link 0: Replay Errors: 4\n"})
+    assert of("note") == ["GPU 0: NVLink 0: 4 Replay errors"]
+    assert of("unfit") == []
 
 
 UNFIT = {
@@ -77,12 +80,6 @@ def test_unfit_node_says_why(smi, case):
     smi({question: answer})
     (found,) = of("unfit")
     assert expected in found
-
-
-def test_replays_are_noted(smi):
-    smi({"--errorcounters": "GPU 0: A\n\t Link 0: Replay Errors: 4\n"})
-    assert of("note") == ["GPU 0: NVLink 0: 4 Replay errors"]
-    assert of("unfit") == []
 
 
 @pytest.mark.parametrize("question", SOUND)
