@@ -24,19 +24,9 @@ from te_blocks import (
 )
 from torch import Tensor
 
-
-class CommOverlapType(enum.Enum):
-    RS, AG = range(2)
-
-
-class DType(enum.Enum):
-    kFloat8E4M3, kFloat8E5M2 = range(2)
-
-
-class UserBufferQuantizationMode(enum.Enum):
-    NONE, FP8 = "none", "fp8"
-
-
+CommOverlapType = enum.Enum("CommOverlapType", "RS AG")
+DType = enum.Enum("DType", "kFloat8E4M3 kFloat8E5M2")
+UserBufferQuantizationMode = enum.Enum("UserBufferQuantizationMode", "NONE FP8")
 _TORCH = {DType.kFloat8E4M3: torch.float8_e4m3fn, DType.kFloat8E5M2: torch.float8_e5m2}
 
 

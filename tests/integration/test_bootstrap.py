@@ -20,7 +20,6 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.moe.experts import SequentialMLP
 from side_by_side import parse
-from spec_shapes import module_of, submodules_of
 
 from flux_megatron import settings
 from flux_megatron.integration import (
@@ -231,7 +230,7 @@ def test_grouped_experts_stay_transformer_engine_s(monkeypatch):
 
     def built() -> Any:
         experts = flux.grouped_mlp_modules(*single)
-        return module_of(experts) if takes == 1 else experts[0]
+        return sbs.module_of(experts) if takes == 1 else experts[0]
 
     assert built() is SequentialMLP
     monkeypatch.setattr(transformer_engine, "HAVE_TE", True)
@@ -273,7 +272,7 @@ def test_spec_is_made_of_ours_as_the_arguments_say():
     assert attention.q_layernorm is parts.input_layernorm is FluxNorm
     assert gpt_model.tensor_parallel.ColumnParallelLinear is FluxColumnParallelLinear
     mlp = spec_module(num_experts=2).flux_layer_spec.submodules.mlp
-    assert submodules_of(submodules_of(mlp).experts).linear_fc1 is FluxColumnParallelLinear
+    assert sbs.submodules_of(sbs.submodules_of(mlp).experts).linear_fc1 is FluxColumnParallelLinear
 
 
 @pytest.mark.parametrize(

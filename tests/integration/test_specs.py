@@ -16,7 +16,6 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.torch_norm import L2Norm
 from ranks import on_cpu_ranks
-from spec_shapes import module_of, submodules_of
 
 from flux_megatron.integration import (
     FluxColumnParallelLinear,
@@ -47,7 +46,7 @@ def test_layers_and_norms(layers, normalization):
     parts = gpt_layer_spec(
         config(normalization=normalization, qk_layernorm=True), layers
     ).submodules
-    attention, mlp = submodules_of(parts.self_attention), submodules_of(parts.mlp)
+    attention, mlp = sbs.submodules_of(parts.self_attention), sbs.submodules_of(parts.mlp)
     assert (attention.linear_qkv, attention.linear_proj) == (column, row)
     assert (mlp.linear_fc1, mlp.linear_fc2) == (column, row)
     norms = {parts.input_layernorm, parts.pre_mlp_layernorm, attention.q_layernorm}
@@ -63,7 +62,7 @@ def test_norms_of_queries_are_those_of_the_configuration(rank):
         if hasattr(gpt_layer_specs, "get_gpt_decoder_layer_specs"):
             specs += [gpt_layer_spec(given, layers) for layers in CLASSES]
         for spec in specs:
-            attention = submodules_of(spec.submodules.self_attention)
+            attention = sbs.submodules_of(spec.submodules.self_attention)
             norms = {attention.q_layernorm, attention.k_layernorm}
             assert norms == {L2Norm if wanted else FluxNorm}
 
@@ -72,9 +71,9 @@ def test_norms_of_queries_are_those_of_the_configuration(rank):
 def test_experts(layers):
     column, row = CLASSES[layers]
     parts = gpt_layer_spec(config(num_moe_experts=2, add_bias_linear=False), layers).submodules
-    experts = submodules_of(parts.mlp).experts
-    linears = submodules_of(experts)
-    assert module_of(experts) is SequentialMLP
+    experts = sbs.submodules_of(parts.mlp).experts
+    linears = sbs.submodules_of(experts)
+    assert sbs.module_of(experts) is SequentialMLP
     assert (linears.linear_fc1, linears.linear_fc2) == (column, row)
 
 

@@ -21,7 +21,6 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from ranks import on_cpu_ranks, run_ranks
-from spec_shapes import skip_where_mtp_needs_te
 
 from flux_megatron.integration import FluxColumnParallelLinear, FluxRowParallelLinear
 from flux_megatron.integration.norm_linear import FluxLayerNormColumnParallelLinear
@@ -223,7 +222,7 @@ def test_keys_are_those_of_local_layers(name, installed):
     """In checkpoints; also of the norms, which save an `_extra_state` where TransformerEngine's
     do: the final norm of layers that are all alike, where it is installed.
     """
-    skip_where_mtp_needs_te(LOCAL[name])
+    sbs.skip_where_mtp_needs_te(LOCAL[name])
     run_ranks(_keys_of_local, 1, LOCAL[name], installed)
 
 

@@ -19,7 +19,6 @@ import side_by_side as sbs
 import support_page
 import torch
 from ranks import FUSED, be_late, on_cpu_ranks, run_ranks
-from spec_shapes import skip_before, skip_where_mtp_needs_te
 from training_breaks import BREAKS, Break, terms_missing
 from training_cases import ALL, FEATURES, QUICKEST, REFUSED
 from training_run import Feature, Training
@@ -48,9 +47,9 @@ class Outcome:
 @pytest.mark.parametrize("strategy", [QUICKEST, "fused"] if ALL else [QUICKEST])
 @pytest.mark.parametrize("name", CHOSEN)
 def test_feature_follows_stock(name, strategy):
-    skip_where_mtp_needs_te(FEATURES[name].config)
+    sbs.skip_where_mtp_needs_te(FEATURES[name].config)
     if name == "MoE, shared experts":
-        skip_before("0.15", "on a CPU their dispatcher modifies a view in place")
+        sbs.skip_before("0.15", "on a CPU their dispatcher modifies a view in place")
     assert not errors(FEATURES[name], outcomes(name, strategy))
 
 
