@@ -150,6 +150,13 @@ class TELayerNormColumnParallelLinear(TEColumnParallelLinear):
         return ((y, x) if self.return_layernorm_output else y), bias
 
 
+def _whole_in_checkpoints(
+    self: Any, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
+) -> dict:
+    state = self.state_dict(prefix="", keep_vars=True)
+    return make_sharded_tensors_for_checkpoint(state, prefix, None, sharded_offsets)
+
+
 class TELinear(_State, torch.nn.Module):
     """Whole on each rank of the tensor-parallel group, which is how Megatron uses it by itself."""
 
@@ -184,17 +191,14 @@ class TELinear(_State, torch.nn.Module):
             return F.linear(x, self.weight), self.bias
         return F.linear(x, self.weight, self.bias), None
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
-    ) -> dict:
-        state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, None, sharded_offsets)
+    sharded_state_dict = _whole_in_checkpoints
 
 
 class TEDotProductAttention(_State, FluxCoreAttention):
     """Ours, without the arguments that it does not take."""
 
     reads_causal_masks = False
+    sharded_state_dict = _whole_in_checkpoints  # with its state
 
     def __init__(
         self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str,
