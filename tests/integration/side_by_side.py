@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import types
@@ -10,16 +11,22 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.extensions import transformer_engine
 from megatron.core.tensor_parallel import layers as stock
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from ranks import on_cpu_ranks
 
+import flux_megatron
 from flux_megatron.integration.cpu_device import pretend_cuda
+from flux_megatron.integration.flags import add_flux_arguments
 from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
+from flux_megatron.versions.megatron_core import MEGATRON_CORE
 
 SEQUENCE, BATCH, HIDDEN, FFN = 8, 3, 20, 24
 PAIRS = {
@@ -59,6 +66,13 @@ def on_tp_ranks(world_size: int, **options: Any) -> Callable[[Callable], Callabl
         return on_cpu_ranks(world_size, **options)(started)
 
     return of_body
+
+
+def parse(*given: str) -> argparse.Namespace:
+    """Our arguments and one of Megatron's, before it validates them."""
+    parser = add_flux_arguments(argparse.ArgumentParser())
+    parser.add_argument("--transformer-impl", default="transformer_engine")
+    return parser.parse_args(given)
 
 
 def start(tp: int, **more: Any) -> None:
@@ -166,3 +180,75 @@ def share(whole: torch.Tensor, axis: int) -> torch.Tensor:
 
 def relative_error(got: torch.Tensor, reference: torch.Tensor) -> float:
     return float((got.double() - reference.double()).norm() / reference.double().norm())
+
+
+ALL = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer"}
+
+
+def ours(model: torch.nn.Module) -> set[str]:
+    """The last names of the linear layers that are ours."""
+    flux = (FluxColumnParallelLinear, FluxRowParallelLinear)
+    return {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, flux)}
+
+
+def with_ours(way: str, build: Callable[[], Any], **options: Any) -> Any:
+    """A model with our layers, by `enable` or by `replace`."""
+    if way == "enable":
+        flux_megatron.enable(**options)
+    model = build()
+    if way == "replace":
+        flux_megatron.replace(model, **options)
+    return model
+
+
+def one_step(model: Any, tokens: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """The loss of a model with a few words, and its gradients."""
+    tokens = torch.arange(8)[None] if tokens is None else tokens
+    model.zero_grad()
+    loss = model(tokens, torch.arange(tokens.shape[1])[None], None, labels=tokens).mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    """Of tensors, in containers too, every bit; None is None."""
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def saved_sizes(forward: Callable[[], Any]) -> list[int]:
+    """Elements of every tensor that is kept for backward, the smallest first."""
+    sizes: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sorted(sizes)
+
+
+# Parts of layer specifications: a ModuleSpec, or from 0.17 on a partial in its place.
+
+
+def submodules_of(part: Any) -> Any:
+    return part.keywords["submodules"] if isinstance(part, functools.partial) else part.submodules
+
+
+def module_of(part: Any) -> Any:
+    if not isinstance(part, functools.partial):
+        return part.module
+    return getattr(part.func, "__self__", part.func)  # a class or a method of it that builds one
+
+
+def skip_where_mtp_needs_te(config: dict[str, Any]) -> None:
+    """Main d98e8a64 asks for instances of a class that is a stand-in then, of stock layers too."""
+    asks = hasattr(multi_token_prediction, "is_inference_column_parallel_linear")
+    if config.get("mtp_num_layers") and asks and not transformer_engine.HAVE_TE:
+        pytest.skip("this megatron-core builds multi-token prediction with TransformerEngine alone")
+
+
+def skip_before(version: str, reason: str) -> None:
+    """Where stock layers cannot do it."""
+    if not MEGATRON_CORE.since(version):
+        pytest.skip(f"stock layers before {version}: {reason}")

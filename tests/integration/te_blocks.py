@@ -58,14 +58,14 @@ class Float8BlockwiseQTensorStorage:
         return real.t() if transposed else real
 
 
-class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, torch.Tensor):
-    """A weight that is FP8 itself. Only what autograd and a module ask of it can be done."""
+class Weight(torch.Tensor):
+    """One that is FP8 itself. Only what autograd and a module ask of it can be done."""
 
     @staticmethod
-    def __new__(cls, stored: Float8BlockwiseQTensorStorage) -> Float8BlockwiseQTensor:
+    def __new__(cls, stored: Any) -> Any:
         return Tensor._make_wrapper_subclass(cls, stored.size(), dtype=torch.float32)
 
-    def __init__(self, stored: Float8BlockwiseQTensorStorage) -> None:
+    def __init__(self, stored: Any) -> None:
         self.__dict__.update(stored.__dict__)
 
     @classmethod
@@ -73,6 +73,11 @@ class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, torch.Tensor):
         if func is not torch.ops.aten.detach.default:
             raise NotImplementedError(f"{func} of a weight in FP8")
         return cls(args[0])
+
+
+class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, Weight):
+    def __init__(self, stored: Any) -> None:
+        Weight.__init__(self, stored)
 
     def change(self, values: Tensor) -> None:
         """As an optimizer's step does it, in place; what lies along rows is made anew."""

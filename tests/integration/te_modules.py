@@ -19,40 +19,23 @@ from te_blocks import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
     Float8BlockwiseQTensorStorage,
+    Weight,
     gather_blocks,
 )
 from torch import Tensor
 
-
-class CommOverlapType(enum.Enum):
-    RS, AG = range(2)
-
-
-class DType(enum.Enum):
-    kFloat8E4M3, kFloat8E5M2 = range(2)
-
-
-class UserBufferQuantizationMode(enum.Enum):
-    NONE, FP8 = "none", "fp8"
-
-
+CommOverlapType = enum.Enum("CommOverlapType", "RS AG")
+DType = enum.Enum("DType", "kFloat8E4M3 kFloat8E5M2")
+UserBufferQuantizationMode = enum.Enum("UserBufferQuantizationMode", "NONE FP8")
 _TORCH = {DType.kFloat8E4M3: torch.float8_e4m3fn, DType.kFloat8E5M2: torch.float8_e5m2}
 
 
-class Recipe:
+def Recipe(kind: str = "current") -> Any:
     """`kind`: "current", "block", or of several scales otherwise, as "mxfp8"."""
-
-    def __init__(self, kind: str = "current") -> None:
-        self._kind = kind
-
-    def delayed(self) -> bool:
-        return False
-
-    def float8_current_scaling(self) -> bool:
-        return self._kind == "current"
-
-    def float8_block_scaling(self) -> bool:
-        return self._kind == "block"
+    return types.SimpleNamespace(
+        delayed=lambda: False, float8_current_scaling=lambda: kind == "current",
+        float8_block_scaling=lambda: kind == "block",
+    )  # fmt: skip
 
 
 class FP8GlobalStateManager:
@@ -64,7 +47,7 @@ class FP8GlobalStateManager:
         return cls.enabled
 
     @classmethod
-    def get_fp8_recipe(cls) -> Recipe:
+    def get_fp8_recipe(cls) -> Any:
         return cls.recipe
 
 
@@ -93,23 +76,9 @@ class Float8TensorStorage:
         return data.contiguous().view(_TORCH[self._fp8_dtype]).float() * self._scale_inv
 
 
-class Float8Tensor(Float8TensorStorage, torch.Tensor):
-    """A weight that is FP8 itself. Only what autograd and a module ask of it can be done."""
-
-    @staticmethod
-    def __new__(cls, data: Tensor, *_: Any) -> Float8Tensor:
-        return Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten.detach.default:
-            raise NotImplementedError(f"{func} of a weight in FP8")
-        made = cls(args[0]._data, args[0]._scale_inv, args[0]._fp8_dtype)
-        made.__dict__.update(args[0].__dict__)
-        return made
-
-    def size(self) -> torch.Size:
-        return self._data.size()
+class Float8Tensor(Float8TensorStorage, Weight):
+    def __init__(self, stored: Any) -> None:
+        Weight.__init__(self, stored)
 
     def moved(self, buffer: Tensor) -> None:
         """As a distributed optimizer does it: the bytes lie in its buffer now."""
@@ -159,7 +128,7 @@ def parameter_of(w: Tensor) -> Any:
     stored = quantizer_of(DType.kFloat8E4M3, weight=True)(w)
     if isinstance(stored, Float8BlockwiseQTensorStorage):
         return Float8BlockwiseQTensor(stored)
-    made = Float8Tensor(stored._data, stored._scale_inv, stored._fp8_dtype)
+    made = Float8Tensor(stored)
     made.moved(torch.zeros(2**14, dtype=torch.uint8)[64:])
     return made
 

@@ -1,8 +1,8 @@
 """Stand-ins for TransformerEngine's classes as Megatron wraps them, which compute on a CPU.
 
-They have the constructors of Megatron's wrappers, and TransformerEngine's names, order and tags of
-parameters: test_te_names.py holds them against what was read in its source. What they compute is
-Megatron's own local layers', with a norm before them.
+They have TransformerEngine's names, order and tags of parameters: test_te_specification.py holds
+them against what was read in its source. What they compute is Megatron's own local layers', with a
+norm before them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from megatron.core.transformer import (
     multi_token_prediction,
     transformer_block,
 )
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from packaging.version import Version
 from torch.nn import Parameter
 
 from flux_megatron.integration import install
+from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.flags import add_flux_arguments
 from flux_megatron.lab import reference
 
@@ -78,25 +78,20 @@ def _normalised(x: Any, weight: Any, bias: Any, config: Any, eps: float) -> torc
     return reference.layer_norm(x, weight, bias, **options)
 
 
-class _Norm(_State, torch.nn.Module):
+class TENorm(_State, torch.nn.Module):
     returns_residual = False
 
-    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+    def __init__(
+        self, config: Any, hidden_size: int, eps: float = 1e-5, has_residual: bool = False
+    ) -> None:
         super().__init__()
+        assert config.normalization in ("LayerNorm", "RMSNorm")
         self.config, self.eps = config, eps
         for name, made in _norm_parameters(config, hidden_size, config.sequence_parallel).items():
             self.register_parameter(name, made)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _normalised(x, self.weight, getattr(self, "bias", None), self.config, self.eps)
-
-
-class TENorm:
-    def __new__(
-        cls, config: Any, hidden_size: int, eps: float = 1e-5, has_residual: bool = False
-    ) -> Any:
-        assert config.normalization in ("LayerNorm", "RMSNorm")
-        return _Norm(config, hidden_size, eps)
 
 
 class _Linear(_State):
@@ -117,36 +112,19 @@ class _Linear(_State):
         self.te_return_bias = options["skip_bias_add"] and options["bias"]
         self.is_first_microbatch = True
 
-
-class TEColumnParallelLinear(_Linear, ColumnParallelLinear):
-    def __init__(
-        self, input_size: int, output_size: int, *, config: Any, init_method: Any,
-        gather_output: bool, bias: bool, skip_bias_add: bool, is_expert: bool, **more: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            input_size, output_size, config=config, init_method=init_method, bias=bias,
-            gather_output=gather_output, skip_bias_add=skip_bias_add, is_expert=is_expert, **more,
-        )  # fmt: skip
-
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.is_first_microbatch = False
         return super().forward(x)
+
+
+class TEColumnParallelLinear(_Linear, ColumnParallelLinear):
+    def __init__(self, *sizes: int, **options: Any) -> None:
+        super().__init__(*sizes, **options)
 
 
 class TERowParallelLinear(_Linear, RowParallelLinear):
-    def __init__(
-        self, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool,
-        input_is_parallel: bool, skip_bias_add: bool, is_expert: bool, **more: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            input_size, output_size, config=config, init_method=init_method, bias=bias,
-            input_is_parallel=input_is_parallel, skip_bias_add=skip_bias_add, is_expert=is_expert,
-            **more,
-        )  # fmt: skip
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        self.is_first_microbatch = False
-        return super().forward(x)
+    def __init__(self, *sizes: int, **options: Any) -> None:
+        super().__init__(*sizes, **options)
 
 
 class TELayerNormColumnParallelLinear(TEColumnParallelLinear):
@@ -170,6 +148,13 @@ class TELayerNormColumnParallelLinear(TEColumnParallelLinear):
         if self.return_layernorm_output_gathered and self.sequence_parallel:
             x = gather_from_sequence_parallel_region(x)
         return ((y, x) if self.return_layernorm_output else y), bias
+
+
+def _whole_in_checkpoints(
+    self: Any, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
+) -> dict:
+    state = self.state_dict(prefix="", keep_vars=True)
+    return make_sharded_tensors_for_checkpoint(state, prefix, None, sharded_offsets)
 
 
 class TELinear(_State, torch.nn.Module):
@@ -206,44 +191,22 @@ class TELinear(_State, torch.nn.Module):
             return F.linear(x, self.weight), self.bias
         return F.linear(x, self.weight, self.bias), None
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
-    ) -> dict:
-        state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, None, sharded_offsets)
+    sharded_state_dict = _whole_in_checkpoints
 
 
-class TEDotProductAttention(_State, torch.nn.Module):
-    """torch's attention; without context parallelism and packed sequences."""
+class TEDotProductAttention(_State, FluxCoreAttention):
+    """Ours, without the arguments that it does not take."""
+
+    reads_causal_masks = False
+    sharded_state_dict = _whole_in_checkpoints  # with its state
 
     def __init__(
         self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str,
-        attention_dropout: float | None = None, softmax_scale: float | None = None,
-        k_channels: int | None = None, v_channels: int | None = None, **_: Any,
+        attention_dropout: float | None = None, softmax_scale: float | None = None, **_: Any,
     ) -> None:  # fmt: skip
-        super().__init__()
-        assert config.context_parallel_size == 1
-        self.config, self.attn_mask_type, self.scale = config, attn_mask_type, softmax_scale
-        given = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.dropout = given
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-        attn_mask_type: Any = None, attention_bias: Any = None, packed_seq_params: Any = None,
-        **_: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        assert attention_bias is None
-        assert packed_seq_params is None
-        causal = (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal
-        allowed = None if causal or attention_mask is None else ~attention_mask
-        dropout = self.dropout if self.training else 0.0
-        fork = dropout and not self.config.sequence_parallel
-        with get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
-            context = F.scaled_dot_product_attention(
-                *(part.permute(1, 2, 0, 3) for part in (query, key, value)), allowed, dropout,
-                causal, scale=self.scale, enable_gqa=True,
-            )  # fmt: skip
-        return context.permute(2, 0, 1, 3).flatten(2)
+        super().__init__(
+            config, layer_number, attn_mask_type, attention_type, attention_dropout, softmax_scale
+        )
 
 
 STAND_INS = {

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from post_training import BOUND, EVEN, learn, log_probs
 from ranks import FUSED
-from test_enabling import BOUND
-from test_packed_training import EVEN, SP, beside_stock, learn, log_probs
+from test_packed_training import SP, beside_stock
 from test_te_specification import chunks, start
 from training_cases import LoRA
 
@@ -126,52 +126,50 @@ class Blind(Wrapped):
         self.base_layer = self._modules.pop("to_wrap")
 
 
-def wrap(model: Any, way: Any, *more: Any) -> None:
+def wrap(model: Any, way: Any, *more: Any) -> Any:
     sbs.seed()
     for layer in model.decoder.layers:
         for parent, name in ((layer.self_attention, "linear_qkv"), (layer.mlp, "linear_fc1")):
             setattr(parent, name, way(getattr(parent, name), *more))
+    return model
 
 
-def one_step(model: Any) -> list[torch.Tensor]:
-    tokens = torch.arange(8)[None]
-    loss = model(tokens, tokens, None, labels=tokens).mean()
-    loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+WAYS = pytest.mark.parametrize("way", ["enable", "replace, adapt", "adapt, replace"])
 
 
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("way", ["enable", "replace, wrap", "wrap, replace"])
-@sbs.on_tp_ranks(2, environment=FUSED)
-def test_adapters_read_what_the_linear_layer_behind_a_norm_reads(rank, way, gathered):
-    start({})
+def adapted_as_stock(way: str, adapt: Callable[[Any], Any]) -> Any:
+    """A model with our layers whose step is that of a stock one."""
     (stock,) = chunks({}, True)
-    wrap(stock, Wrapped, gathered)
-    expected = one_step(stock)
+    expected = sbs.one_step(adapt(stock))
     if way == "enable":
         flux_megatron.enable(strict=True)
     (model,) = chunks({}, True)
-    if way == "replace, wrap":
+    if way == "replace, adapt":
         flux_megatron.replace(model)
-    wrap(model, Wrapped, gathered)
-    if way == "wrap, replace":
+    model = adapt(model)
+    if way == "adapt, replace":
         flux_megatron.replace(model)
-    torch.testing.assert_close(one_step(model), expected, atol=1e-6, rtol=1e-5)
-    assert not model._forward_pre_hooks
+    torch.testing.assert_close(sbs.one_step(model), expected, atol=1e-6, rtol=1e-5)
     flux_megatron.disable()
+    return model
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@WAYS
+@sbs.on_tp_ranks(2, environment=FUSED)
+def test_adapters_read_what_the_linear_layer_behind_a_norm_reads(rank, way, gathered):
+    start({})
+    model = adapted_as_stock(way, lambda model: wrap(model, Wrapped, gathered))
+    assert not model._forward_pre_hooks
 
 
 @pytest.mark.parametrize("way", ["enable", "replace"])
 @sbs.on_tp_ranks(2, environment=FUSED)
 def test_adapters_that_read_rows_before_the_norm_are_refused(rank, way):
     start({})
-    if way == "enable":
-        flux_megatron.enable()
-    (model,) = chunks({}, True)
-    if way == "replace":
-        flux_megatron.replace(model)
+    (model,) = sbs.with_ours(way, lambda: chunks({}, True))
     wrap(model, Blind)
     name = "decoder.layers.0.self_attention.linear_qkv"
     with pytest.raises(ValueError, match=f"{name}: the adapter reads rows before the norm"):
-        one_step(model)
+        sbs.one_step(model)
     flux_megatron.disable()

@@ -84,23 +84,6 @@ def test_our_layers_do_not_go_round_through_it(monkeypatch):
     assert calls[0][0] is on_a_gpu
 
 
-def test_apex_which_only_adds_is_not_asked_to_overwrite(monkeypatch):
-    """With beta 0 main_grad is not read, whatever lies there."""
-    asked = []
-    apex = types.SimpleNamespace(wgrad_gemm_accum_fp32=lambda *given: asked.append(given))
-    monkeypatch.setattr(wgrad, "_apex_kernels", lambda: apex)
-    formed = []
-    monkeypatch.setattr(
-        wgrad, "accumulate_wgrad_by_torch", lambda *given, **named: formed.append(named)
-    )
-    on_a_gpu = types.SimpleNamespace(is_cuda=True, dtype=torch.float32)
-    operands = torch.ones(4, 3), torch.ones(4, 2)
-    wgrad.accumulate_wgrad(on_a_gpu, *operands)
-    assert (len(asked), formed) == (1, [])
-    wgrad.accumulate_wgrad(on_a_gpu, *operands, beta=0)
-    assert (len(asked), formed) == (1, [{"beta": 0}])
-
-
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_beta_0_reads_nothing(main_dtype):
     x, dy = torch.ones(4, 3).bfloat16(), torch.ones(4, 2).bfloat16()

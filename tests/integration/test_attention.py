@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import types
 
@@ -12,16 +13,19 @@ import torch
 from closeness import assert_as_close_as, largest_error
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from ranks import run_ranks
-from spec_shapes import skip_before
 from torch import Tensor
 
 from flux_megatron.integration import attention as subject
 from flux_megatron.integration.attention import FluxCoreAttention
+from flux_megatron.versions.megatron_core import MEGATRON_CORE
 
 S, B, HEADS, D = 24, 3, 4, 8
 CLASSES = {"ours": FluxCoreAttention, "stock": DotProductAttention}
 CAUSAL, PADDING = AttnMaskType.causal, AttnMaskType.padding
+SINCE_0_15 = pytest.mark.skipif(
+    not MEGATRON_CORE.since("0.15"),
+    reason="no windows and no softmax offsets without TransformerEngine",
+)
 
 
 def build(which: str, mask_type=CAUSAL, dtype=torch.float32, layer=1, scale=None, **more):
@@ -148,11 +152,8 @@ def test_no_scores_are_kept(rank, mask):
     mask_type, given_mask, *_ = MASKS[mask]
     largest = {}
     for which in CLASSES:
-        saved: list[int] = []
-        keep = lambda t, saved=saved: saved.append(t.numel()) or t  # noqa: E731
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            run(build(which, mask_type), operands(), given_mask, torch.float32)
-        largest[which] = max(saved)
+        given = build(which, mask_type), operands(), given_mask, torch.float32
+        *_, largest[which] = sbs.saved_sizes(functools.partial(run, *given))
     assert largest["stock"] >= B * HEADS * S * S
     assert largest["ours"] < B * HEADS * S * S
 
@@ -184,13 +185,9 @@ def test_dropout(rank):
             assert torch.allclose(ours.eval()(query, key, torch.ones_like(value), None), y * 0 + 1)
 
 
-def test_what_torch_does_not_know_is_stocks():
-    skip_before("0.15", "no windows and no softmax offsets without TransformerEngine")
-    run_ranks(_stocks, 1)
-
-
-def _stocks(rank) -> None:
-    sbs.start(1)
+@SINCE_0_15
+@sbs.on_tp_ranks(1)
+def test_what_torch_does_not_know_is_stocks(rank):
     given = operands()
     for message, options in {
         "sliding windows": {"window_size": (4, 0)},
@@ -199,8 +196,7 @@ def _stocks(rank) -> None:
         with pytest.warns(UserWarning, match=message):
             ours = build("ours", **options)
         pair = (ours, build("stock", **options))
-        results = (run(module, given, None, torch.float32) for module in pair)
-        assert all(torch.equal(*both) for both in zip(*results, strict=True))
+        sbs.assert_same(*(run(module, given, None, torch.float32) for module in pair))
     ours = build("ours")
     for refused in ({"packed_seq_params": object()}, {"attention_bias": torch.zeros(1)}):
         with pytest.raises(AssertionError, match="not supported"):
@@ -211,13 +207,9 @@ def _stocks(rank) -> None:
         build("ours", context_parallel_size=2)
 
 
-def test_parameters_and_checkpoints_are_stocks():
-    skip_before("0.15", "no windows and no softmax offsets without TransformerEngine")
-    run_ranks(_checkpoints, 1)
-
-
-def _checkpoints(rank) -> None:
-    sbs.start(1)
+@SINCE_0_15
+@sbs.on_tp_ranks(1)
+def test_parameters_and_checkpoints_are_stocks(rank):
     settings = {"softmax_type": "learnable", "perform_initialization": False}
     ours, stock = (build(which, **settings) for which in CLASSES)
     assert [*ours.state_dict()] == [*stock.state_dict()] == ["softmax_offset"]

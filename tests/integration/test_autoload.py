@@ -50,8 +50,8 @@ def installed(tmp_path):
     return tmp_path
 
 
-def run(script: str, folder: Path | None, **more: str) -> subprocess.CompletedProcess[str]:
-    path = [str(ROOT), *([str(folder)] if folder else []), os.environ.get("PYTHONPATH", "")]
+def run(script: str, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    path = [str(ROOT), str(folder), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **more}
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script],
@@ -59,30 +59,33 @@ def run(script: str, folder: Path | None, **more: str) -> subprocess.CompletedPr
     )  # fmt: skip
 
 
-def answers(script: str, folder: Path | None, **more: str) -> list[str]:
-    done = run(script, folder, **more)
+LATE = "assert 'flux_megatron' not in sys.modules; import flux_megatron"
+# else layers that --flux-layers leaves to Megatron would be ours
+LAUNCH = """
+from flux_megatron.integration import flags, install
+install.install(flags.FluxOptions(layers=("qkv",)))
+"""
+CASES = {
+    "torch first": (BEGIN["torch first"], "", {}, f"{OURS} {OURS}"),
+    "Megatron first": (BEGIN["Megatron first"], "", {}, f"{OURS} {OURS}"),
+    "without the variable": ("", "", {"FLUX_MEGATRON_ENABLE": "0"}, f"{STOCK} {STOCK}"),
+    # Megatron's groups are there already
+    "an import of ours": ("", LATE, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, f"{OURS} {OURS}"),
+    "the flag of a launch is stronger": (LAUNCH, "", {}, STOCK),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_worker_gets_our_layers_by_the_variable_alone(installed, case):
+    begin, late, more, expected = CASES[case]
+    named = {"FLUX_MEGATRON_ENABLE": "1", **more}
+    done = run(begin + WORKER.format(late=late), installed, **named)
     assert done.returncode == 0, done.stderr
-    return [line for line in done.stdout.splitlines() if not line.startswith("flux_megatron: ")]
-
-
-@pytest.mark.parametrize("begin", BEGIN)
-def test_a_worker_gets_our_layers_by_the_variable_alone(installed, begin):
-    script = BEGIN[begin] + WORKER.format(late="")
-    got = answers(script, installed, FLUX_MEGATRON_ENABLE="1")
-    assert got == [f"{OURS} {OURS}", "megatron.core.parallel_state True", "0"]
-
-
-def test_without_the_variable_nothing_happens(installed):
-    got = answers(WORKER.format(late=""), installed, FLUX_MEGATRON_ENABLE="0")
-    assert got == [f"{STOCK} {STOCK}", "megatron.core.parallel_state False", "0"]
-
-
-def test_an_import_of_ours_is_enough_where_torch_loads_no_plugins():
-    """And where Megatron's groups are there already."""
-    off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "FLUX_MEGATRON_ENABLE": "1"}
-    late = "assert 'flux_megatron' not in sys.modules; import flux_megatron"
-    got = answers(WORKER.format(late=late), None, **off)
-    assert got[0] == f"{OURS} {OURS}"
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("flux_megatron: ")]
+    assert lines[0].endswith(expected)
+    if not late and begin != LAUNCH:
+        ours = more.get("FLUX_MEGATRON_ENABLE") != "0"
+        assert lines[1:] == [f"megatron.core.parallel_state {ours}", "0"]
 
 
 def test_a_wrong_value_is_named(installed):
@@ -90,11 +93,3 @@ def test_a_wrong_value_is_named(installed):
     assert done.returncode
     assert "FLUX_MEGATRON_ENABLE='yes', expected 0 or 1" in done.stderr
     assert not run("import torch", installed, FLUX_MEGATRON_TUNE="x").returncode
-
-
-def test_the_flag_of_a_launch_is_stronger(installed):
-    """Else layers that --flux-layers leaves to Megatron would be ours."""
-    begin = "from flux_megatron.integration import flags, install\n"
-    begin += "install.install(flags.FluxOptions(layers=('qkv',)))\n"
-    got = answers(begin + WORKER.format(late=""), installed, FLUX_MEGATRON_ENABLE="1")
-    assert got[0].split()[1] == STOCK

@@ -16,22 +16,22 @@ import torch
 from megatron.core.extensions import transformer_engine
 from megatron.core.models import backends
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs, gpt_model
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.moe.experts import SequentialMLP
-from spec_shapes import module_of, submodules_of
+from side_by_side import parse
 
 from flux_megatron import settings
 from flux_megatron.integration import (
     FluxColumnParallelLinear,
     FluxNorm,
-    FluxRowParallelLinear,
     install,
     provider,
     requirements,
 )
 from flux_megatron.integration.apex_shim import withdraw_wgrad_kernels
 from flux_megatron.integration.attention import FluxCoreAttention
+from flux_megatron.integration.beside import overlapped_in
 from flux_megatron.integration.flags import FluxOptions, add_flux_arguments, options_from
 from flux_megatron.integration.provider import FluxSpecProvider
 from flux_megatron.integration.requirements import OUR_SPEC, refusals
@@ -46,13 +46,6 @@ SUBSTITUTED = (
     (FluxColumnParallelLinear, "save_gathered"),
     (FluxCoreAttention, "reads_causal_masks"),
 )
-
-
-def parse(*given: str) -> argparse.Namespace:
-    """As Megatron's arguments are before it validates them."""
-    parser = add_flux_arguments(argparse.ArgumentParser())
-    parser.add_argument("--transformer-impl", default="transformer_engine")
-    return parser.parse_args(given)
 
 
 @pytest.fixture
@@ -133,17 +126,6 @@ def test_unsupported_combination_is_refused_by_name(name, value, flag):
     with pytest.raises(ValueError, match=f"cannot go with:\n  {flag}: "):
         install.install_from(args)
     assert gpt_layer_specs.LocalSpecProvider is before
-
-
-def test_latent_attention_needs_transformer_engine(monkeypatch):
-    args = parse("--flux-overlap")
-    args.multi_latent_attention = True
-    needs_te = ["--multi-latent-attention"]
-    assert [refusal.name for refusal in refusals(args, {})] == needs_te
-    monkeypatch.setattr(requirements, "te_can_run", lambda: True)
-    assert not refusals(args, {})
-    args.transformer_impl = "local"
-    assert [refusal.name for refusal in refusals(args, {})] == needs_te
 
 
 def test_norms_of_queries_that_megatron_would_drop_are_refused(monkeypatch):
@@ -234,13 +216,7 @@ def test_chosen_layers_are_ours_and_the_others_stock(rank, layers):
     )
     assert "FluxNorm" in repr(gpt_layer_specs.LNImpl)
     assert type(model.decoder.final_layernorm).__module__ == FluxNorm.__module__
-    found = {"ours": set(), "stock": set()}
-    for name, module in model.named_modules():
-        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-            ours = isinstance(module, (FluxColumnParallelLinear, FluxRowParallelLinear))
-            found["ours" if ours else "stock"].add(name.split(".")[-1])
-    assert len(found["ours"]) + len(found["stock"]) == 5
-    assert found["ours"] == set(OURS[layers].split())
+    assert sbs.ours(model) == set(OURS[layers].split())
 
 
 def test_grouped_experts_stay_transformer_engine_s(monkeypatch):
@@ -254,7 +230,7 @@ def test_grouped_experts_stay_transformer_engine_s(monkeypatch):
 
     def built() -> Any:
         experts = flux.grouped_mlp_modules(*single)
-        return module_of(experts) if takes == 1 else experts[0]
+        return sbs.module_of(experts) if takes == 1 else experts[0]
 
     assert built() is SequentialMLP
     monkeypatch.setattr(transformer_engine, "HAVE_TE", True)
@@ -296,7 +272,7 @@ def test_spec_is_made_of_ours_as_the_arguments_say():
     assert attention.q_layernorm is parts.input_layernorm is FluxNorm
     assert gpt_model.tensor_parallel.ColumnParallelLinear is FluxColumnParallelLinear
     mlp = spec_module(num_experts=2).flux_layer_spec.submodules.mlp
-    assert submodules_of(submodules_of(mlp).experts).linear_fc1 is FluxColumnParallelLinear
+    assert sbs.submodules_of(sbs.submodules_of(mlp).experts).linear_fc1 is FluxColumnParallelLinear
 
 
 @pytest.mark.parametrize(
@@ -328,3 +304,62 @@ def test_one_tensor_parallel_rank_is_said_before_the_start(capsys, monkeypatch):
     assert nothing in [refusal.why for refusal in refusals(args, {})]
     args.tensor_model_parallel_size = 2
     assert not refusals(args, {})
+
+
+# whether other communication shares the GPU
+
+TWO_REPLICAS = {"world_size": 8, "tensor_model_parallel_size": 4}
+INTERLEAVED = {"virtual_pipeline_model_parallel_size": 2}
+TWO_STAGES = {"world_size": 8, "tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2}
+REDUCED, GATHERED = {"overlap_grad_reduce": True}, {"overlap_param_gather": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, False),
+        (TWO_REPLICAS, False),
+        (TWO_REPLICAS | REDUCED, True),
+        (TWO_REPLICAS | GATHERED, True),
+        (TWO_REPLICAS | REDUCED | {"context_parallel_size": 2}, True),
+        (TWO_REPLICAS | REDUCED | {"tensor_model_parallel_size": 8}, False),
+        (TWO_STAGES | REDUCED, False),
+        (TWO_STAGES | {"overlap_p2p_comm": True}, False),
+        (TWO_STAGES | {"num_layers_per_virtual_pipeline_stage": 2}, True),
+        (TWO_STAGES | {"num_virtual_stages_per_pipeline_rank": 2}, True),
+        (TWO_STAGES | INTERLEAVED | {"overlap_p2p_comm": True}, True),
+        (TWO_STAGES | INTERLEAVED | {"overlap_p2p_comm": False}, False),
+        (TWO_REPLICAS | INTERLEAVED, False),
+    ],
+)  # fmt: skip
+def test_overlapped_in(given, expected):
+    assert overlapped_in(argparse.Namespace(**given)) is expected
+
+
+def test_before_megatron_validates_its_arguments_torchrun_tells_the_ranks(monkeypatch):
+    given = {**TWO_REPLICAS, **REDUCED, "world_size": None}
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert overlapped_in(argparse.Namespace(**given))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert not overlapped_in(argparse.Namespace(**given))
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize(
+    ("setting", "overlap", "expected"),
+    [("", True, "1"), ("", False, "0"), ("auto", True, "1"), ("0", True, "0"), ("1", False, "1")],
+)
+@pytest.mark.parametrize("way", ["flag", "spec"])
+def test_auto_is_what_the_arguments_say(setting, overlap, expected, way):
+    os.environ.pop("FLUX_MEGATRON_BESIDE", None)
+    if setting:
+        os.environ["FLUX_MEGATRON_BESIDE"] = setting
+    more = TWO_REPLICAS | {"overlap_grad_reduce": overlap}
+    if way == "spec":
+        spec_module(**more)
+    else:
+        args = parse("--flux-overlap")
+        vars(args).update(more)
+        install.install_from(args)
+        install.install_from(args)  # Megatron parses its arguments more than once
+    assert settings.get().beside == expected

@@ -8,7 +8,6 @@ import pytest
 import side_by_side as sbs
 import te_modules
 import torch
-from closeness import assert_exact
 from megatron.core.extensions import transformer_engine
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -107,16 +106,14 @@ def test_fp8_layers_follow_stock(rank, way):
         attributes = [[*vars(module)] for module in model.modules()]
         assert str(flux_megatron.replace(model)) == "3 of 3 tensor-parallel linear layers are ours"
     flux_megatron.reset_report()
-    for one, other in zip(step(model, rank), expected, strict=True):
-        assert_exact(one, other, way)
+    sbs.assert_same(step(model, rank), expected)
     assert type(model.mlp.linear_fc1) is transformer_engine.TELayerNormColumnParallelLinear
     assert isinstance(model.output_layer, FluxColumnParallelLinear)
     report = flux_megatron.report()
     assert report.overlapped == report.total == 6
     flux_megatron.disable()
     flux_megatron.reset_report()
-    for one, other in zip(step(Model(config()), rank), expected, strict=True):
-        assert_exact(one, other)
+    sbs.assert_same(step(Model(config()), rank), expected)
     assert not flux_megatron.report().total
     if way == "replace":
         assert [[*vars(module)] for module in model.modules()] == attributes
@@ -155,11 +152,8 @@ def test_chosen_layers_alone_overlap(rank):
 @sbs.on_tp_ranks(2)
 def test_what_te_cannot_overlap_is_refused_by_name(rank, way, changed, why):
     pretend()
-    stock = Model(config(**changed))
-    if way == "enable":
-        flux_megatron.enable()
     with pytest.raises(ValueError, match=why):
-        Model(config(**changed)) if way == "enable" else flux_megatron.replace(stock)
+        sbs.with_ours(way, lambda: Model(config(**changed)))
     flux_megatron.disable()
 
 

@@ -11,29 +11,65 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import grouped_stand_in
 import pytest
 import side_by_side as sbs
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.models import backends
 from megatron.core.transformer.moe import experts as megatron_experts
 from ranks import on_cpu_ranks
-from test_experts import CASES, VOCAB, build, ours
+from test_experts import CASES, EXPERTS, build, ours
+from torch import Tensor
+from training_cases import FUSION, OVERLAP, ZERO
+from training_run import Feature, Training
 
 import flux_megatron
 from flux_megatron.integration import expert_layers, expert_parameters
 from flux_megatron.kernels.expert_weights import as_one
 
-SEQUENCE, STEPS, MICROBATCHES = 8, 2, 2
-ZERO = {"use_distributed_optimizer": True}
-OVERLAP = {**ZERO, "overlap_grad_reduce": True, "overlap_param_gather": True}
-FUSION = {"gradient_accumulation_fusion": True}
+SEQUENCE = 8
+
+
+class GroupedLinear(torch.nn.Module):
+    """As TransformerEngine's: parameters weight0 to weightE-1 [N, K], and one GEMM an expert; its
+    `forward` takes the rows of each expert as a list.
+    """
+
+    def __init__(
+        self, num_gemms: int, input_size: int, output_size: int, *, config: Any, init_method: Any,
+        bias: bool, is_expert: bool, **more: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        assert is_expert
+        assert not bias
+        self.num_gemms = num_gemms
+        for expert in range(num_gemms):
+            weight = torch.nn.Parameter(
+                torch.empty(output_size, input_size, dtype=config.params_dtype)
+            )
+            init_method(weight)
+            weight.allreduce = config.expert_model_parallel_size == 1
+            self.register_parameter(f"weight{expert}", weight)
+
+    def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
+        pieces = x.split(m_splits)
+        weights = [getattr(self, f"weight{expert}") for expert in range(self.num_gemms)]
+        return torch.cat([one @ w.t() for one, w in zip(pieces, weights, strict=True)]), None
+
+
+def built_of_stand_ins(grouped: type) -> Any:
+    """Models have `grouped`, a `TEGroupedMLP`, wherever a specification asks for experts; to be
+    entered behind what replaces `SequentialMLP`.
+    """
+    linears = SimpleNamespace(
+        linear_fc1=GroupedLinear, linear_fc2=GroupedLinear, activation_func=None
+    )
+
+    class Experts(grouped):  # type: ignore[misc]
+        def __init__(self, experts: int, config: Any, submodules: Any, **more: Any) -> None:
+            super().__init__(experts, config, linears, **more)
+
+    return mock.patch.object(backends, "SequentialMLP", Experts)
 
 
 @contextlib.contextmanager
@@ -42,7 +78,7 @@ def experts_of(kind: str, is_ours: bool) -> Iterator[None]:
         if kind == "grouped":
             of_stock = megatron_experts.TEGroupedMLP
             grouped = expert_layers.FluxGroupedExperts if is_ours else of_stock
-            stack.enter_context(grouped_stand_in.use(grouped))
+            stack.enter_context(built_of_stand_ins(grouped))
         yield
 
 
@@ -60,39 +96,11 @@ def lies(model: Any, of: Any) -> list[str]:
     return found
 
 
-def batch(step: int) -> tuple[torch.Tensor, ...]:
-    made = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    tokens = torch.randint(0, VOCAB, (1, SEQUENCE + 1), generator=made)
-    mask = torch.ones(SEQUENCE, SEQUENCE).tril()[None, None] < 0.5
-    return tokens[:, :-1], torch.arange(SEQUENCE)[None], mask, tokens[:, 1:]
-
-
-def trained(model: Any, ddp_options: dict) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses, and the parameters after the last step."""
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **ddp_options)
-    wrapped = DistributedDataParallel(model.config, ddp, model)
-    settings = OptimizerConfig(
-        optimizer="adam", lr=1e-2, weight_decay=0.0, clip_grad=1.0, adam_eps=1e-4,
-        use_distributed_optimizer=ddp.use_distributed_optimizer,
-        overlap_param_gather=ddp.overlap_param_gather,
-    )  # fmt: skip
-    optimizer = get_megatron_optimizer(settings, [wrapped])
-    losses = []
-    for step in range(STEPS):
-        wrapped.zero_grad_buffer()
-        optimizer.zero_grad()
-        for microbatch in range(MICROBATCHES):
-            *inputs, labels = batch(MICROBATCHES * step + microbatch)
-            last = microbatch == MICROBATCHES - 1
-            with contextlib.nullcontext() if last else wrapped.no_sync():
-                loss = wrapped(*inputs, labels=labels).mean()
-                (loss / MICROBATCHES).backward()
-            losses.append(loss.item())
-        finalize_model_grads([wrapped])
-        optimizer.step()
-    if ddp.overlap_param_gather:
-        wrapped.start_param_sync(force_sync=True)
-    return losses, {name: one.detach().clone() for name, one in model.named_parameters()}
+def trained(kind: str, is_ours: bool, feature: Feature) -> tuple[list[float], dict, Any]:
+    """Losses, the parameters after the last step, and the model."""
+    with experts_of(kind, is_ours):
+        training = Training(feature, "stock")
+        return training.run(feature.steps), training.weights(), training.modules[0]
 
 
 @pytest.mark.parametrize(
@@ -108,24 +116,22 @@ def trained(model: Any, ddp_options: dict) -> tuple[list[float], dict[str, torch
 @on_cpu_ranks("world_size", environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
 def test_training_copies_nothing(rank, kind, case, ddp, more, strategy):
     """What ran, and where weights and gradients lie; losses and parameters are stock's."""
-    sbs.start(1, expert_model_parallel_size=2)
-    with experts_of(kind, False):
-        right, right_parameters = trained(build(SEQUENCE, **CASES[case]), ddp)
-    flux_megatron.reset_report()
-    with experts_of(kind, True):
-        model = build(SEQUENCE, **CASES[case])
-        built = lies(model, lambda one: one.data)
+    built = []
+
+    def prepare(model: Any) -> None:
+        built[:] = lies(model, lambda one: one.data)
         for layer in layers(model):
-            layer.config.gradient_accumulation_fusion = more.get(
-                "gradient_accumulation_fusion", False
-            )
-        losses, parameters = trained(model, ddp)
+            layer.config.gradient_accumulation_fusion = bool(more)
+
+    feature = Feature(
+        tp=1, dp=dist.get_world_size(), config=EXPERTS | CASES[case], ddp=ddp, microbatches=2,
+        steps=2, lengths=(SEQUENCE // 2,), prepare=prepare,
+    )  # fmt: skip
+    right, right_parameters, _ = trained(kind, False, feature)
+    flux_megatron.reset_report()
+    losses, parameters, model = trained(kind, True, feature)
     torch.testing.assert_close(losses, right, rtol=2e-5, atol=0)
-    assert parameters.keys() == right_parameters.keys()
-    for name, parameter in parameters.items():
-        torch.testing.assert_close(
-            parameter, right_parameters[name], rtol=2e-4, atol=2e-5, msg=name
-        )
+    torch.testing.assert_close(parameters, right_parameters, rtol=2e-4, atol=2e-5)
     report = flux_megatron.report()
     assert not report.copies, report
     # two layers of two linears
@@ -148,8 +154,7 @@ def test_parameters_are_placed_again_and_saved_as_before(rank):
     assert model.state_dict().keys() == state.keys()
     model.load_state_dict({name: value if value is None else value.clone()
                            for name, value in state.items()})  # fmt: skip
-    for name, value in model.state_dict().items():
-        assert value is None or torch.equal(value, state[name]), name
+    sbs.assert_same({**model.state_dict()}, {**state})
     assert lies(model, lambda one: one.data) == ["in order"] * 4
     assert all(one.data._base is None for one in model.parameters()), "as Megatron's buffers ask"
     sizes = []
@@ -161,6 +166,9 @@ def test_parameters_are_placed_again_and_saved_as_before(rank):
     model.bfloat16()  # makes a tensor for each
     assert lies(model, lambda one: one.data) == ["in order"] * 4
     assert all(one is named[name] for name, one in model.named_parameters())
+    dispatcher = next(m.token_dispatcher for m in model.modules() if hasattr(m, "token_dispatcher"))
+    if hasattr(dispatcher, "get_expert_zero_copy_buffers"):  # from 0.19; ours has none in between
+        assert dispatcher.get_expert_zero_copy_buffers() == (None, None)
     sbs.stop()
 
 
@@ -191,19 +199,6 @@ def test_scattered_main_grads_are_added_to_and_counted():
 def test_a_weight_without_main_grad_is_named():
     with pytest.raises(RuntimeError, match="a weight of the experts has no main_grad"):
         expert_parameters.into_main_grads([torch.zeros(3, 2)], *[torch.zeros(1)] * 3)
-
-
-@on_cpu_ranks(2)
-def test_no_buffer_between_dispatcher_and_experts(rank):
-    """Rows go from the tokens to the experts' GEMM and back without a buffer in between."""
-    sbs.start(1, expert_model_parallel_size=2)
-    with ours():
-        model = build(SEQUENCE, **CASES["two a token"])
-    dispatcher = next(one.token_dispatcher for one in model.modules()
-                      if hasattr(one, "token_dispatcher"))  # fmt: skip
-    if hasattr(dispatcher, "get_expert_zero_copy_buffers"):  # from 0.19
-        assert dispatcher.get_expert_zero_copy_buffers() == (None, None)
-    sbs.stop()
 
 
 @pytest.mark.skipif(

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib
+import importlib.util
 import sys
+import types
 from typing import Any
 
-import mamba_stand_in
 import pytest
 import side_by_side as sbs
 import te_stand_ins
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.bert import bert_layer_specs
 from megatron.core.models.bert.bert_model import BertModel
@@ -24,7 +24,7 @@ from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import transformer_block
 from ranks import run_ranks
-from spec_shapes import skip_before, submodules_of
+from torch import Tensor
 
 import flux_megatron
 from flux_megatron.integration import (
@@ -36,7 +36,6 @@ from flux_megatron.integration import (
     install,
     use_flux_output_layer,
 )
-from flux_megatron.integration.flags import add_flux_arguments
 
 T5_ASKS_FOR_TE = "T5's local specification has a norm of TransformerEngine"
 VOCAB, SEQUENCE, BATCH = 64, 8, 2
@@ -77,7 +76,7 @@ MODELS = {"T5": (t5, 23), "BERT": (bert, 9)}  # and the number of their linear l
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_follows_stock_and_its_layers_are_ours(name):
     if name == "T5":
-        skip_before("0.16", T5_ASKS_FOR_TE)
+        sbs.skip_before("0.16", T5_ASKS_FOR_TE)
     alone = run_ranks(_loss_and_gradient, 1, name, False)
     stock = run_ranks(_loss_and_gradient, 2, name, False)
     ours = run_ranks(_loss_and_gradient, 2, name, True)
@@ -125,7 +124,7 @@ def test_hybrid_specifications_name_our_layers(monkeypatch):
     explicit_specs.use({TheirColumn: Column, TheirRow: Row}, FluxNorm, module.__name__)
     layers = module.mamba_stack_spec.submodules
     attention = layers.attention_layer.submodules.self_attention.submodules
-    mlp = submodules_of(layers.mlp_layer.submodules.mlp)
+    mlp = sbs.submodules_of(layers.mlp_layer.submodules.mlp)
     mixer = layers.mamba_layer.submodules.mixer.submodules
     assert (attention.linear_qkv, attention.linear_proj) == (Column, Row)
     assert (mlp.linear_fc1, mlp.linear_fc2) == (Column, Row)
@@ -141,19 +140,84 @@ def _specifications_anew() -> Any:
     return importlib.reload(mamba_layer_specs)
 
 
+class RMSNorm(torch.nn.Module):
+    """Of groups of channels."""
+
+    def __init__(self, size: int, eps: float, group_size: int, dtype: Any = None, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=dtype))
+        self.eps, self.group_size = eps, group_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = x.unflatten(-1, (-1, self.group_size))
+        scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
+        return (groups * scale).flatten(-2) * self.weight
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor, dt_bias: Tensor, A: Tensor,
+    D: Tensor, chunk_size: int, activation: str, headdim: int, ngroups: int, **_: Any,
+) -> Tensor:  # fmt: skip
+    """[batch, length, z x B C dt] -> [batch, length, heads * headdim], token after token."""
+    heads, inner = len(A), len(A) * headdim
+    states = (len(conv1d_weight) - inner) // (2 * ngroups)
+    z, xbc, dt = zxbcdt.split([inner, len(conv1d_weight), heads], dim=-1)
+    width = conv1d_weight.shape[1]
+    padded = F.pad(xbc.transpose(1, 2), (width - 1, 0))
+    xbc = F.silu(F.conv1d(padded, conv1d_weight[:, None], conv1d_bias, groups=len(conv1d_weight)))
+    x, b, c = xbc.transpose(1, 2).split([inner, *[ngroups * states] * 2], dim=-1)
+    x = x.unflatten(-1, (heads, headdim))
+    b, c = (
+        part.unflatten(-1, (ngroups, states)).repeat_interleave(heads // ngroups, 2)
+        for part in (b, c)
+    )
+    dt = F.softplus(dt + dt_bias)
+    state, made = x.new_zeros(len(x), heads, headdim, states), []
+    for n in range(x.shape[1]):
+        decay = torch.exp(dt[:, n] * A)[..., None, None]
+        state = state * decay + (dt[:, n, :, None] * x[:, n])[..., None] * b[:, n, :, None]
+        made.append((state * c[:, n, :, None]).sum(-1) + D[:, None] * x[:, n])
+    return torch.stack(made, 1).flatten(2) * F.silu(z)
+
+
+def rearrange(x: Tensor, pattern: str) -> Tensor:
+    """einops' for another order of axes, without those of size 1."""
+    before, after = (side.split() for side in pattern.split("->"))
+    x = x.squeeze([n for n, name in enumerate(before) if name == "1"])
+    named = [name for name in before if name != "1"]
+    return x.permute([named.index(name) for name in after])
+
+
+def install_mamba(*modules: Any) -> None:
+    """Be mamba_ssm and, where it is not there, einops, for these modules, which come anew."""
+    names = {
+        "layernorm_gated": {"RMSNorm": RMSNorm},
+        "ssd_combined": {
+            "mamba_split_conv1d_scan_combined": mamba_split_conv1d_scan_combined,
+            "mamba_chunk_scan_combined": None,
+        },
+        "selective_state_update": {"selective_state_update": None},
+    }
+    for package in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
+        sys.modules[package] = types.ModuleType(package)
+        sys.modules[package].__path__ = []
+    for name, members in names.items():
+        module = types.ModuleType(f"mamba_ssm.ops.triton.{name}")
+        module.__dict__.update(members)
+        sys.modules[module.__name__] = module
+    if importlib.util.find_spec("einops") is None:
+        sys.modules["einops"] = types.ModuleType("einops")
+        sys.modules["einops"].__dict__.update(rearrange=rearrange, repeat=None)
+    for module in modules:
+        importlib.reload(module)
+
+
 @pytest.mark.parametrize("flags", [(), ("--flux-layers", "qkv", "proj")])
-def test_a_hybrid_model_follows_stock(flags):
+@sbs.on_tp_ranks(2)
+def test_a_hybrid_model_follows_stock(rank, flags):
     """Its attention, its MLP and its mixer."""
-    for stock, ours, layers, report in run_ranks(_hybrid, 2, flags):
-        torch.testing.assert_close(ours, stock, atol=1e-6, rtol=1e-5)
-        assert (layers.ours, layers.total) == (2 if flags else 7, 7), layers
-        assert report.overlapped == report.total == 2 * layers.ours
-
-
-def _hybrid(rank: int, flags: tuple[str, ...]) -> tuple[Any, ...]:
-    sbs.start(2)
     te_stand_ins.pretend_te()
-    mamba_stand_in.install(mamba_context_parallel, mamba_mixer)
+    install_mamba(mamba_context_parallel, mamba_mixer)
     module = _specifications_anew()
     found: list[Any] = []
     for ours in (False, True):
@@ -169,28 +233,30 @@ def _hybrid(rank: int, flags: tuple[str, ...]) -> tuple[Any, ...]:
             max_sequence_length=SEQUENCE, hybrid_override_pattern="M*-",
         )  # fmt: skip
         tokens = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE)
-        mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
-        loss = model(tokens, tokens % SEQUENCE, mask, labels=tokens).mean()
-        loss.backward()
-        loss = loss.detach()
-        found.append({"loss": loss, **{n: p.grad for n, p in model.named_parameters()}})
-    return *found, coverage.layers_of([model], flags[1:] or None), flux_megatron.report()
+        found.append(sbs.one_step(model, tokens))
+    stock, flux = found
+    torch.testing.assert_close(flux, stock, atol=1e-6, rtol=1e-5)
+    layers, report = coverage.layers_of([model], flags[1:] or None), flux_megatron.report()
+    assert (layers.ours, layers.total) == (2 if flags else 7, 7), layers
+    assert report.overlapped == report.total == 2 * layers.ours
 
 
-def test_a_launch_puts_ours_there():
-    skip_before("0.16", T5_ASKS_FOR_TE)
-    ours = ["FluxColumnParallelLinear", "FluxRowParallelLinear", "FluxColumnParallelLinear"]
-    assert run_ranks(_launched, 1, ()) == [ours]
-    chosen = ["Chosen", "RowParallelLinear", "ColumnParallelLinear"]
-    assert run_ranks(_launched, 1, ("--flux-layers", "fc1")) == [chosen]
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), "FluxColumnParallelLinear FluxRowParallelLinear FluxColumnParallelLinear"),
+        (("--flux-layers", "fc1"), "Chosen RowParallelLinear ColumnParallelLinear"),
+    ],
+)
+def test_a_launch_puts_ours_there(flags, expected):
+    sbs.skip_before("0.16", T5_ASKS_FOR_TE)
+    assert run_ranks(_launched, 1, flags) == [expected.split()]
 
 
 def _launched(rank: int, flags: tuple[str, ...]) -> list[str]:
     """What T5's local specification then names, and the class of its LM head."""
     importlib.reload(t5_spec)  # as it was before another test
-    args = add_flux_arguments(argparse.ArgumentParser()).parse_args(["--flux-overlap", *flags])
-    args.transformer_impl = "local"
-    install.install_from(args)
+    install.install_from(sbs.parse("--flux-overlap", "--transformer-impl", "local", *flags))
     (layer, *_) = t5_spec.get_t5_encoder_with_local_block_spec(1).layer_specs
     attention = layer.submodules.self_attention.submodules
     head = t5_model.tensor_parallel.ColumnParallelLinear

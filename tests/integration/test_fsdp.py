@@ -18,7 +18,6 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 from ranks import run_ranks
 from side_by_side import Case
-from spec_shapes import skip_before
 from torch.distributed import DeviceMesh
 from training_cases import LLAMA, two_streams
 from training_run import SEQUENCE, Feature, Training, _batches, _forward_step
@@ -131,7 +130,7 @@ def wrapped(config: Any, model: Any, strategy: str) -> Any:
 @pytest.mark.parametrize("fusion", [False, True])
 def test_megatron_fsdp_beside_tensor_parallelism_follows_stock(fusion, strategy):
     """Gradients of two micro-batches, TP 2 x DP 2; a rank has those of its own shard."""
-    skip_before("0.15", "it asks newer torch for what its meshes lack")
+    sbs.skip_before("0.15", "it asks newer torch for what its meshes lack")
     environment = {"FLUX_MEGATRON_STRATEGY": "pipelined"}
     shards = run_ranks(_gradients, 4, fusion, strategy, environment=environment)
     for stock, ours, report in shards:

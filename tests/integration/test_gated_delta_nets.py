@@ -6,7 +6,6 @@ import sys
 import types
 from typing import Any
 
-import fla_stand_in
 import pytest
 import side_by_side as sbs
 import te_stand_ins as te
@@ -18,20 +17,73 @@ from megatron.core.extensions import transformer_engine
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from ranks import FUSED, run_ranks
+from ranks import FUSED, on_cpu_ranks
 from test_te_specification import parameters, sharded
+from torch import Tensor
 
 import flux_megatron
 from flux_megatron.integration import FluxColumnParallelLinear, coverage, explicit_specs
 
-nets = pytest.importorskip(fla_stand_in.PACKAGE, reason="megatron-core has them from 0.16 on")
+nets = pytest.importorskip(
+    "megatron.core.ssm.gated_delta_net", reason="megatron-core has them from 0.16 on"
+)
 
 specs = sys.modules[te.VARIANTS]
 VOCAB, SEQUENCE, BATCH = 64, 8, 2
 TOTAL = 9  # those of one net and one layer of attention, each with an MLP, and the LM head
 SIZES = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 8,
          "linear_num_key_heads": 2, "linear_num_value_heads": 4}  # fmt: skip
+SINCE_0_20 = pytest.mark.skipif(not hasattr(specs, "GDN_ATTENTION_VARIANTS"), reason="from 0.20 on")
 WAYS = ("--flux-overlap", "enable", "replace")
+
+
+def l2norm(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **_: Any
+) -> tuple[Tensor, None]:
+    """[batch, length, channels] -> the same, each channel by itself."""
+    channels, width = weight.shape
+    padded = F.pad(x.transpose(1, 2), (width - 1, 0))
+    return F.silu(F.conv1d(padded, weight[:, None], bias, groups=channels)).transpose(1, 2), None
+
+
+def chunk_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    """q, k [batch, length, heads, keys], v of values; g and beta [batch, length, heads]."""
+    return _read_and_write(q, k, g[..., None], beta[..., None] * k, beta[..., None] * v), None
+
+
+def chunk_gdn2(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    """The same with a decay g and gates b and w of each channel."""
+    return _read_and_write(q, k, g, b * k, w * v), None
+
+
+def _read_and_write(q: Tensor, k: Tensor, g: Tensor, erased: Tensor, written: Tensor) -> Tensor:
+    """Token after token: the state decays, forgets what it has for a key, and learns a value."""
+    state, made = q.new_zeros(*k[:, 0].shape, written.shape[-1]), []
+    for n in range(q.shape[1]):
+        state = state * g[:, n, :, :, None].exp()
+        found = (state * erased[:, n, :, :, None]).sum(-2)
+        state = state + k[:, n, :, :, None] * (written[:, n] - found)[..., None, :]
+        made.append((state * q[:, n, :, :, None]).sum(-2) * q.shape[-1] ** -0.5)
+    return torch.stack(made, 1)
+
+
+def install_fla() -> None:
+    """Stand for flash-linear-attention in Megatron's modules: one, or from 0.19 on several."""
+    theirs = {function.__name__: function for function in (
+        l2norm, causal_conv1d, chunk_gated_delta_rule, chunk_gdn2
+    )}  # fmt: skip
+    theirs |= {"HAVE_FLA": True, "HAVE_FLA_GDN2": True}
+    for name, module in list(sys.modules.items()):
+        if name.startswith(nets.__name__):
+            vars(module).update(theirs)
 
 
 def build(sp: bool, delayed: bool = False, **more: Any) -> GPTModel:
@@ -59,48 +111,32 @@ def start() -> None:
     torch.compiler.set_stance("force_eager")  # Megatron compiles the norm behind a net
     sbs.start(2)
     te.pretend_te()
-    fla_stand_in.install()
+    install_fla()
 
 
 def with_ours(way: str, sp: bool, chosen: tuple[str, ...], **more: Any) -> GPTModel:
     if way == "--flux-overlap":
         assert te.overlap(*(("--flux-layers", *chosen) if chosen else ()))
-    elif way == "enable":
-        flux_megatron.enable(layers=chosen or None)
-    model = build(sp, **more)
-    if way == "replace":
-        flux_megatron.replace(model, layers=chosen or None)
-    return model
+        return build(sp, **more)
+    return sbs.with_ours(way, lambda: build(sp, **more), layers=chosen or None)
 
 
-def step(model: GPTModel) -> dict[str, torch.Tensor]:
+def step(model: GPTModel) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    tokens, labels = torch.randint(0, VOCAB, (2, BATCH, SEQUENCE), generator=generator)
-    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
-    loss = model(tokens, torch.arange(SEQUENCE)[None], mask, labels=labels).mean()
-    loss.backward()
-    return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters()}}
+    return sbs.one_step(model, torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("sp", [True, False])
-def test_a_model_follows_stock(way, sp):
-    run_ranks(_follows, 2, way, sp, ())
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_its_layers_are_chosen_as_those_of_an_mlp(way):
-    run_ranks(_follows, 2, way, True, ("fc1",))
-
-
-@pytest.mark.skipif(not hasattr(specs, "GDN_ATTENTION_VARIANTS"), reason="from 0.20 on")
-def test_nets_with_gates_of_each_channel_follow_stock():
-    run_ranks(_follows, 2, "--flux-overlap", True, (), "gdn2")
-
-
-def _follows(
-    rank: int, way: str, sp: bool, chosen: tuple[str, ...], variant: str = "gated_delta_net"
-) -> None:
+@pytest.mark.parametrize(
+    ("way", "sp", "chosen", "variant"),
+    [
+        *((way, sp, (), "gated_delta_net") for way in WAYS for sp in (True, False)),
+        *((way, True, ("fc1",), "gated_delta_net") for way in WAYS),
+        pytest.param(WAYS[0], True, (), "gdn2", marks=SINCE_0_20),
+    ],
+)
+@on_cpu_ranks(2)
+def test_a_model_follows_stock(rank, way, sp, chosen, variant):
+    """Its layers are chosen as those of an MLP; gdn2 has gates of each channel."""
     start()
     stock = build(sp, experimental_attention_variant=variant)
     expected = step(stock)
@@ -116,22 +152,19 @@ def _follows(
 
 
 @pytest.mark.skipif(not hasattr(nets.GatedDeltaNet, "backward_dw"), reason="from 0.17 on")
-def test_its_delayed_gradients_are_stock_s():
-    run_ranks(_delayed, 2)
-
-
-def _delayed(rank: int) -> None:
+@on_cpu_ranks(2)
+def test_its_delayed_gradients_are_stock_s(rank):
     start()
     expected = step(build(True))
     model = with_ours("enable", True, (), delayed=True)
-    now = step(model)
-    late = {name for name, gradient in now.items() if gradient is None}
+    step(model)
+    late = {name for name, parameter in model.named_parameters() if parameter.grad is None}
     assert {f"decoder.layers.0.self_attention.{n}_proj.weight" for n in ("in", "out")} <= late
     for layer in model.decoder.layers:
         layer.self_attention.backward_dw()
         layer.mlp.backward_dw()
-    now |= {name: p.grad for name, p in model.named_parameters()}
-    torch.testing.assert_close(now, expected, atol=1e-6, rtol=1e-5)
+    now = [parameter.grad for parameter in model.parameters()]
+    torch.testing.assert_close(now, expected[1:], atol=1e-6, rtol=1e-5)
 
 
 def test_hybrid_specifications_name_our_layers():
@@ -157,7 +190,7 @@ class Net(torch.nn.Module):
         )
         self.net = nets.GatedDeltaNet(config, submodules, 1, pg_collection=groups)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.net(x, None)[0]
 
 
@@ -166,7 +199,7 @@ class Net(torch.nn.Module):
 def test_a_net_in_fp8_follows_stock(rank, way):
     torch.compiler.set_stance("force_eager")
     fp8.pretend()
-    fla_stand_in.install()
+    install_fla()
     sbs.seed()
     expected = fp8.step(Net(), rank)
     if way == "enable":

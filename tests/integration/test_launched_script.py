@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -183,13 +184,23 @@ def test_checkpoints_without_their_package_are_refused(script, monkeypatch):
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not CHECKOUT, reason="FLUX_MEGATRON_LM names no checkout of Megatron-LM")
 @pytest.mark.parametrize(
-    "flux",
-    ["--flux-overlap --flux-strict", "--spec flux_megatron.specs flux_layer_spec"],
-    ids=["flag", "spec"],
+    ("flux", "more"),
+    [
+        ("--flux-overlap --flux-strict", []),
+        ("--spec flux_megatron.specs flux_layer_spec", []),
+        ("--flux-overlap --flux-strict --flux-compare 2", ["--train-iters", "22"]),
+    ],
+    ids=["flag", "spec", "compare"],
 )
-def test_unmodified_pretrain_gpt_trains_as_with_stock_layers(flux):
+def test_unmodified_pretrain_gpt_trains_as_with_stock_layers(flux, more):
+    """The script compares the losses, of both arms if there are two, with a run of stock layers."""
     done = subprocess.run(
-        [REPOSITORY / "scripts" / "pretrain.sh"], capture_output=True, text=True, timeout=880,
+        [REPOSITORY / "scripts" / "pretrain.sh", *more], capture_output=True, text=True,
+        timeout=880,
         env={**os.environ, "PYTHON": sys.executable, "MODELS": "llama", "RANKS": "2", "FLUX": flux},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    if more:
+        pattern = r"^ flux: [\d.]+x \(95 %: [\d.]+ to [\d.]+\).*, 5 iterations of each arm$"
+        for line in (r"^ 22 \d", pattern):
+            assert re.search(line, done.stdout, re.MULTILINE), done.stdout

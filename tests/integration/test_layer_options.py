@@ -27,36 +27,23 @@ def layer_of(kind: str, sp: bool = True, dtype=torch.float32, prepare=None, conf
     return layer, x.requires_grad_(), dy
 
 
-def saved_sizes(layer, x) -> list[int]:
-    """Elements of every tensor that forward keeps for backward."""
-    sizes = []
-
-    def pack(tensor):
-        sizes.append(tensor.numel())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(x)
-    return sizes
-
-
 @pytest.mark.parametrize("sp", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @sbs.on_tp_ranks(2)
 def test_frozen_weight_saves_no_input(rank, kind, sp):
     layer, x, _ = layer_of(kind, sp, bias=False)
-    assert sorted(saved_sizes(layer, x)) == sorted([x.numel(), layer.weight.numel()])
+    assert sbs.saved_sizes(lambda: layer(x)) == sorted([x.numel(), layer.weight.numel()])
     layer.weight.requires_grad_(False)
-    assert saved_sizes(layer, x) == [layer.weight.numel()]
+    assert sbs.saved_sizes(lambda: layer(x)) == [layer.weight.numel()]
     with torch.no_grad():
-        assert saved_sizes(layer, x) == []
+        assert sbs.saved_sizes(lambda: layer(x)) == []
 
 
 @sbs.on_tp_ranks(2)
 def test_gathered_input_is_kept_on_request(rank):
     layer, x, _ = layer_of("column", bias=False)
     layer.save_gathered = True
-    assert sorted(saved_sizes(layer, x)) == sorted([2 * x.numel(), layer.weight.numel()])
+    assert sbs.saved_sizes(lambda: layer(x)) == sorted([2 * x.numel(), layer.weight.numel()])
 
 
 @pytest.mark.parametrize("sp", [True, False])
@@ -144,8 +131,7 @@ def test_left_to_megatron_with_a_reason(rank, kind, why, sp):
         if why != "autocast":  # megatron-core's backward knows that of CUDA only
             y.backward(dy)
         results.append((y, x.grad, layer.weight.grad, layer.bias.grad))
-    for got, wanted in zip(*results, strict=True):
-        assert got is wanted is None or torch.equal(got, wanted)
+    sbs.assert_same(*results)
     reasons = {"autocast": "autocast", "a newer option": "gtp_remat_size=2"}
     ((pattern, reason),) = flux_megatron.report().fallbacks
     with_sp = "ag_gemm" if kind == "column" else "gemm_rs"

@@ -36,10 +36,9 @@ def test_state_is_stocks(rank, sp):
         assert _attributes(ours) == _attributes(theirs)
         assert isinstance(ours, type(theirs))
         assert repr(ours) == repr(theirs).replace("Column", "FluxColumn").replace("Row", "FluxRow")
-        for mine, other in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
-            assert mine[0] == other[0]
-            assert torch.equal(mine[1], other[1])
-            assert vars(mine[1]) == vars(other[1])
+        mine, others = (dict(layer.named_parameters()) for layer in (ours, theirs))
+        sbs.assert_same(mine, others)
+        assert {n: vars(p) for n, p in mine.items()} == {n: vars(p) for n, p in others.items()}
         assert _shards(ours) == _shards(theirs)
         _loads(theirs, ours)
         _loads(ours, theirs)

@@ -115,14 +115,13 @@ def _compare(case: Case, world_size: int, sp: bool, dtype: torch.dtype) -> list[
     x, dy = (t.to(dtype).double() for t in sbs.operands(case, sp and world_size > 1))
     reference = sbs.use(case, exact, x, dy)
     stock, flux = (sbs.use(case, layer, x, dy) for layer in (theirs, ours))
+    differences = []
     if stock["main_grad"] is not None:  # what autograd is given then is no gradient
         start = sbs.build(case, False, config).weight.main_grad
         reference["main_grad"] = start.double() + reference["dw"]
         differences = _placeholder_differs(
             stock.pop("dw"), flux.pop("dw"), theirs.weight, ours.weight
         )
-    else:
-        differences = []
     return differences + [
         c for name in stock for c in _differs(name, flux[name], stock[name], reference[name])
     ]

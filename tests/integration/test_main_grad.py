@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import types
 
 import pytest
@@ -122,23 +121,21 @@ class OnTheGpu:
     [(torch.float32, "fp32"), (torch.bfloat16, "fp16"), (torch.float16, "fp16")],
 )
 def test_apex_kernel_is_taken_on_a_gpu(monkeypatch, dtype, kernel):
-    calls = []
+    """It only adds: with beta 0 main_grad is not read, whatever lies there."""
+    calls, formed = [], []
     module = types.SimpleNamespace(
         wgrad_gemm_accum_fp32=lambda *args: calls.append(("fp32", *args)),
         wgrad_gemm_accum_fp16=lambda *args: calls.append(("fp16", *args)),
     )
-    monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", module)
-    wgrad._apex_kernels.cache_clear()
+    monkeypatch.setattr(wgrad, "_apex_kernels", lambda: module)
+    by_torch = lambda *_, beta: formed.append(beta)  # noqa: E731
+    monkeypatch.setattr(wgrad, "accumulate_wgrad_by_torch", by_torch)
     main_grad, dy, x = OnTheGpu(dtype), integers(M, N), integers(M, K)
-    try:
-        accumulate_wgrad(main_grad, dy, x)
-        accumulate_wgrad(torch.zeros(N, K), dy, x)  # on the CPU it cannot run
-    finally:
-        wgrad._apex_kernels.cache_clear()
-    assert [call[0] for call in calls] == [kernel]
-    assert calls[0][1] is x
-    assert calls[0][2] is dy
-    assert calls[0][3] is main_grad
+    accumulate_wgrad(main_grad, dy, x)
+    assert calls == [(kernel, x, dy, main_grad)]
+    accumulate_wgrad(torch.zeros(N, K), dy, x)  # on the CPU it cannot run
+    accumulate_wgrad(main_grad, dy, x, beta=0)
+    assert (len(calls), formed) == (1, [1, 0])
 
 
 def test_dummy_comes_from_transformer_engine_where_it_is(monkeypatch):

@@ -152,8 +152,7 @@ def test_weight_shards_are_gathered_by_megatron(rank, kind):
         y = layer(x.requires_grad_())[0]
         y.backward(dy)
         results.append((y, x.grad, layer.weight.grad))
-    for got, wanted in zip(*results, strict=True):
-        assert torch.equal(got, wanted)
+    sbs.assert_same(*results)
     report = flux_megatron.report()
     ((_, reason),) = report.fallbacks
     assert reason == "gtp_remat_size=2 is computed by megatron-core"

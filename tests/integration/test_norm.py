@@ -130,11 +130,10 @@ def test_outputs_and_gradients_are_those_of_transformer_engine_s_layer(rank, nam
     expected, found = (sbs.use(case, layer, x, dy) for layer in (theirs, own))
     if fused:
         found["dw"], found["main_grad"] = found["main_grad"], None
-    for part, value in expected.items():
-        close(found[part], value)
-    for which, parameter in theirs.named_parameters():
-        if which.startswith("layer_norm"):
-            close(getattr(own, which).grad, parameter.grad)
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    norms = [[p.grad for n, p in each.named_parameters() if n[:10] == "layer_norm"]
+             for each in (own, theirs)]  # fmt: skip
+    torch.testing.assert_close(*norms, atol=TOLERANCE, rtol=TOLERANCE)
     done = report()
     assert done.overlapped == done.total > 0
 
@@ -151,9 +150,3 @@ def built(layer: type, config: Any) -> Any:
         if name != "weight":
             torch.nn.init.normal_(parameter, generator=generator)
     return made
-
-
-def close(found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
-    assert (found is None) == (expected is None)
-    if expected is not None:
-        torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)

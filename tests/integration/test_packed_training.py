@@ -9,18 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
+import post_training as post
 import pytest
 import side_by_side as sbs
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import mappings
-from megatron.core.transformer.dot_product_attention import DotProductAttention
+from post_training import BOUND, EVEN, build, learn, log_probs, run, with_our_norms
 from ranks import FUSED
-from test_enabling import BOUND, build, packed, with_our_norms
 from training_cases import SELECTIVE, UNIFORM, names_of_te
 
 import flux_megatron
@@ -28,74 +25,20 @@ from flux_megatron.symm.workspace import workspaces
 
 SP = pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
 RECOMPUTE = {"none": {}, "full": UNIFORM, "selective": SELECTIVE}
-# tokens of the sequences of a micro-batch; those of no token are the padding of `cu_seqlens`. For
-# the third one symmetric memory grows
-EVEN = [(5, 3), (6,), (70, 0, 9, 1), (14, 0, 0), (1, 1)]
 ODD = [(5, 4), (7,), (1,), (2, 0, 1)]
-
-
-DENSE = DotProductAttention.forward
-
-
-def attend_in_sequences(
-    self: Any, q: Any, k: Any, v: Any, mask: Any, *, packed_seq_params: Any, **more: Any
-) -> torch.Tensor:
-    """Stands for TransformerEngine's attention of `thd`, which Megatron's own has not."""
-    order = torch.arange(len(q))
-    number = torch.bucketize(order, packed_seq_params.cu_seqlens_q[1:], right=True)
-    mask = (number[:, None] != number) | (order[:, None] < order)
-    return DENSE(self, *(part[:, None] for part in (q, k, v)), mask[None, None], **more)
-
-
-def run(model: GPTModel, lengths: tuple[int, ...], seed: int, labelled: bool = True) -> Any:
-    """Losses [1, total], or what the head returns where there are no labels."""
-    tokens, positions, _, labels = packed(lengths, seed)
-    begins = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    thd = PackedSeqParams("thd", begins, begins)
-    thd.max_seqlen_q = thd.max_seqlen_kv = max(lengths)
-    more = {"labels": labels} if labelled else {}
-    return model(tokens, positions, None, packed_seq_params=thd, **more)
-
-
-def log_probs(model: GPTModel, lengths: tuple[int, ...], seed: int) -> torch.Tensor:
-    model.eval()
-    with torch.no_grad():
-        found = run(model, lengths, seed)
-    model.train()
-    return found
-
-
-def learn(model: GPTModel, micro_batches: list[tuple[int, ...]]) -> list[torch.Tensor]:
-    """One step of SGD; the last micro-batch is padding alone: it counts for nothing."""
-    seen = []
-    for seed, lengths in enumerate(micro_batches):
-        found = run(model, lengths, seed)
-        seen.append(found.detach())
-        (found.mean() * (seed + 1 < len(micro_batches))).backward()
-    for parameter in model.parameters():
-        if parameter.grad is None:
-            continue
-        if getattr(parameter, "sequence_parallel", False):
-            dist.all_reduce(parameter.grad)
-        seen.append(parameter.grad)
-        with torch.no_grad():
-            parameter.sub_(parameter.grad, alpha=0.1)
-        parameter.grad = None
-    return seen
 
 
 def beside_stock(
     sp: bool, life: Callable[..., list[torch.Tensor]], *, strict: bool = True, **more: Any
 ) -> None:
     """`life(build)` returns the same where stock builds and where we do."""
-    with mock.patch.object(DotProductAttention, "forward", attend_in_sequences), names_of_te():
+    with post.attention_of_sequences, names_of_te():
         expected = life(partial(with_our_norms, sp, **more))
         flux_megatron.enable(strict=strict)
         flux_megatron.reset_report()
         got = life(partial(build, sp, **more))
         flux_megatron.disable()
-    for number, (one, other) in enumerate(zip(got, expected, strict=True)):
-        assert float((one - other).abs().max()) <= BOUND, number
+    torch.testing.assert_close(got, expected, rtol=0, atol=BOUND)
     report = flux_megatron.report()
     assert report.overlapped > 0
     assert report.overlapped == report.total or not strict

@@ -19,10 +19,11 @@ import te_stand_ins as te
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from packaging.version import Version
+from post_training import EVEN, learn, log_probs
 from ranks import FUSED
-from test_adapters import one_step
-from test_packed_training import EVEN, SP, beside_stock, learn, log_probs
-from test_te_specification import chunks, start
+from test_adapters import WAYS, adapted_as_stock
+from test_packed_training import SP, beside_stock
+from test_te_specification import start
 
 import flux_megatron
 
@@ -90,7 +91,7 @@ def import_bridge() -> Any:
 
 
 @needs("megatron.bridge")
-@pytest.mark.parametrize("way", ["enable", "replace, adapt", "adapt, replace"])
+@WAYS
 @sbs.on_tp_ranks(2, environment=FUSED)
 def test_adapters_of_megatron_bridge(rank, way):
     start({})
@@ -101,18 +102,7 @@ def test_adapters_of_megatron_bridge(rank, way):
         adapters = bridge.LoRA(target_modules=LAYERS, dim=4, lora_B_init_method="xavier")
         return adapters(model, training=True)
 
-    (stock,) = chunks({}, True)
-    expected = one_step(adapted(stock))
-    if way == "enable":
-        flux_megatron.enable(strict=True)
-    (model,) = chunks({}, True)
-    if way == "replace, adapt":
-        flux_megatron.replace(model)
-    model = adapted(model)
-    if way == "adapt, replace":
-        flux_megatron.replace(model)
-    torch.testing.assert_close(one_step(model), expected, atol=1e-6, rtol=1e-5)
-    flux_megatron.disable()
+    adapted_as_stock(way, adapted)
 
 
 @needs("megatron.bridge")
@@ -146,7 +136,7 @@ def test_models_of_megatron_bridge(rank, way):
         return model
 
     def trained(model: Any) -> list[torch.Tensor]:
-        loss, *_ = one_step(model)
+        loss, *_ = sbs.one_step(model)
         return [loss, *(parameter.main_grad for parameter in model.parameters())]
 
     expected = trained(provided())
@@ -183,9 +173,9 @@ def test_models_of_mbridge(rank):
         (model,) = bridge.get_model(bf16=False, use_cpu_initialization=True)
         return model
 
-    expected = one_step(built())
+    expected = sbs.one_step(built())
     flux_megatron.enable(strict=True)
     flux_megatron.reset_report()
-    torch.testing.assert_close(one_step(built()), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(sbs.one_step(built()), expected, atol=1e-6, rtol=1e-5)
     assert flux_megatron.report().overlapped == flux_megatron.report().total == 10
     flux_megatron.disable()

@@ -209,13 +209,6 @@ def test_graphs_of_whole_iterations_need_to_be_allowed(monkeypatch, given):
     settings.reload()
 
 
-@pytest.mark.parametrize("scope", ["full", "attn", ["attn", "mlp"], None])
-def test_graphs_of_layers_are_not_refused(scope):
-    args = argparse.Namespace(cuda_graph_impl="local", cuda_graph_scope=scope)
-    assert not requirements.refusals(args, {})
-    seams.check_config(args)
-
-
 def test_checkpoints_of_modelopt_are_refused(tmp_path):
     args = argparse.Namespace(load=str(tmp_path))
     (tmp_path / "iter_0000003").mkdir()
@@ -223,12 +216,6 @@ def test_checkpoints_of_modelopt_are_refused(tmp_path):
     (tmp_path / "iter_0000003" / "modelopt_state").mkdir()
     (refusal,) = requirements.refusals(args, {})
     assert str(refusal).startswith(f"--load {tmp_path}: a checkpoint of ModelOpt")
-
-
-def test_without_modelopt_s_arguments_nothing_is_refused():
-    args = argparse.Namespace(export_real_quant_cfg="None", export_num_medusa_heads=0,
-                              export_kd_teacher_load=None, modelopt_enabled=False)  # fmt: skip
-    assert not requirements.refusals(args, {})
 
 
 # functions of Megatron
@@ -273,62 +260,6 @@ def test_a_known_megatron_costs_no_time():
     assert time.process_time() - start < 0.2
 
 
-@pytest.mark.parametrize(
-    ("layers", "of_te", "refused"),
-    [(["fc1", "head"], False, True), (["fc1", "qkv"], False, False), (None, False, False),
-     (["head"], True, False)],
-)  # fmt: skip
-def test_deferred_gradients_need_our_layers_in_megatron_s_local_ones(
-    monkeypatch, layers, of_te, refused
-):
-    monkeypatch.setattr(requirements, "te_can_run", lambda: of_te)
-    args = argparse.Namespace(
-        transformer_impl="transformer_engine", defer_embedding_wgrad_compute=True,
-        flux_layers=layers,
-    )  # fmt: skip
-    found = [str(refusal) for refusal in requirements.refusals(args, {})]
-    assert [line.partition(":")[0] for line in found] == (
-        ["--defer-embedding-wgrad-compute"] if refused else []
-    )
-
-
-@pytest.mark.parametrize("of_te", [True, False])
-def test_delayed_gradients_need_transformer_engine(monkeypatch, of_te):
-    monkeypatch.setattr(requirements, "te_can_run", lambda: of_te)
-    args = argparse.Namespace(transformer_impl="transformer_engine", delay_wgrad_compute=True)
-    found = [refusal.name for refusal in requirements.refusals(args, {})]
-    assert found == ([] if of_te else ["--delay-wgrad-compute"])
-    args.use_megatron_fsdp = True
-    (refusal,) = requirements.refusals(args, {})
-    assert refusal.may_be_allowed == of_te
-
-
-@pytest.mark.parametrize("of_te", [True, False])
-def test_hybrid_specifications_need_transformer_engine(monkeypatch, of_te):
-    monkeypatch.setattr(requirements, "te_can_run", lambda: of_te)
-    spec = ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]
-    args = argparse.Namespace(transformer_impl="transformer_engine", spec=spec)
-    found = [str(refusal) for refusal in requirements.refusals(args, {})]
-    needs = f"--spec {' '.join(spec)}: hybrid models need TransformerEngine's layers"
-    assert found == ([] if of_te else [needs])
-    args.spec = ["my.specs", "mine"]
-    (refusal,) = requirements.refusals(args, {})
-    assert not refusal.may_be_allowed
-
-
-@pytest.mark.parametrize("of_te", [True, False])
-@pytest.mark.parametrize("variant", seams.GATED_DELTA_NETS)
-def test_gated_delta_nets_need_transformer_engine(monkeypatch, variant, of_te):
-    monkeypatch.setattr(requirements, "te_can_run", lambda: of_te)
-    args = argparse.Namespace(
-        transformer_impl="transformer_engine", experimental_attention_variant=variant
-    )
-    found = [str(refusal) for refusal in requirements.refusals(args, {})]
-    needs = "--experimental-attention-variant: it needs TransformerEngine's layers: "
-    assert found == ([] if of_te else [f"{needs}Megatron builds it of nothing else"])
-    seams.check_config(args)
-
-
 def test_other_variants_of_attention_are_refused():
     args = argparse.Namespace(experimental_attention_variant="dsa")
     (refusal,) = requirements.refusals(args, {})
@@ -338,37 +269,79 @@ def test_other_variants_of_attention_are_refused():
         seams.check_config(args)
 
 
-@pytest.mark.parametrize(
-    "harmless",
-    [{}, {"mtp_num_layers": None}, {"pipeline_model_parallel_size": 1},
-     {"gradient_accumulation_fusion": False}, {"untie_embeddings_and_output_weights": True}],
-)  # fmt: skip
-def test_a_gradient_that_megatron_loses_is_reported(harmless):
-    lost = {
-        "mtp_num_layers": 1, "pipeline_model_parallel_size": 2,
-        "gradient_accumulation_fusion": True, "untie_embeddings_and_output_weights": False,
-    }  # fmt: skip
-    found = requirements.refusals(argparse.Namespace(**lost | harmless), {})
-    assert [c.allowed_as for c in found if c.may_be_allowed] == (
-        [] if harmless else ["mtp-num-layers"]
-    )
+TE, LOCAL = True, False  # the layers that Megatron is to build
+SCOPES = ("full", "attn", ["attn", "mlp"], None)
+DEFERRED, DELAYED = {"defer_embedding_wgrad_compute": True}, {"delay_wgrad_compute": True}
+WITH_FSDP, LATENT = DELAYED | {"use_megatron_fsdp": True}, {"multi_latent_attention": True}
+NETS = [{"experimental_attention_variant": name} for name in seams.GATED_DELTA_NETS]
+HYBRID = "megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec"
+ANOTHER = {"spec": ["my.specs", "mine"]}
+GRAPHS = DELAYED | {"cuda_graph_impl": "transformer_engine"}
+FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "sequence_parallel": True,
+       "tensor_model_parallel_size": 2}  # fmt: skip
+LOST = {
+    "mtp_num_layers": 1, "pipeline_model_parallel_size": 2,
+    "gradient_accumulation_fusion": True, "untie_embeddings_and_output_weights": False,
+}  # fmt: skip
+PASS = [
+    *((LOCAL, {"cuda_graph_impl": "local", "cuda_graph_scope": scope}) for scope in SCOPES),
+    (LOCAL, {"export_real_quant_cfg": "None", "export_num_medusa_heads": 0,
+             "export_kd_teacher_load": None, "modelopt_enabled": False}),
+    (LOCAL, DEFERRED), (LOCAL, DEFERRED | {"flux_layers": ["fc1", "qkv"]}),
+    (TE, DEFERRED | {"flux_layers": ["head"]}),
+    (TE, DELAYED), (TE, LATENT), (TE, {"spec": HYBRID.split()}), *((TE, net) for net in NETS),
+    (LOCAL, LOST | {"mtp_num_layers": None}), (LOCAL, LOST | {"pipeline_model_parallel_size": 1}),
+    (LOCAL, LOST | {"gradient_accumulation_fusion": False}),
+    (LOCAL, LOST | {"untie_embeddings_and_output_weights": True}),
+    (TE, GRAPHS | {"cuda_graph_modules": ["moe_router", "moe_preprocess"]}),
+    (TE, GRAPHS | {"cuda_graph_scope": "attn"} | FP8),
+    (TE, GRAPHS | {"cuda_graph_scope": "attn", "cuda_graph_impl": "local"}),
+    (TE, GRAPHS | {"cuda_graph_scope": "attn", "delay_wgrad_compute": False}),
+    (TE, FP8), (TE, FP8 | {"fp8_recipe": "delayed"}),
+    (TE, FP8 | {"sequence_parallel": False, "tensor_model_parallel_size": 1}),
+]  # fmt: skip
+REFUSE = [
+    (LOCAL, DEFERRED | {"flux_layers": ["fc1", "head"]}, "--defer-embedding-wgrad-compute: "),
+    (LOCAL, DELAYED, "--delay-wgrad-compute: "), (LOCAL, WITH_FSDP, "--delay-wgrad-compute: "),
+    (LOCAL, LATENT, "--multi-latent-attention: it needs"),
+    (TE, LATENT | {"transformer_impl": "local"}, "--multi-latent-attention: it needs"),
+    (LOCAL, {"spec": HYBRID.split()}, f"--spec {HYBRID}: hybrid models need TransformerEngine's"),
+    (LOCAL, ANOTHER, "--spec my.specs mine: it says"), (TE, ANOTHER, "--spec my.specs mine: it"),
+    *((LOCAL, net, "--experimental-attention-variant: it needs TransformerEngine's layers: "
+       "Megatron builds it of nothing else") for net in NETS),
+    (TE, GRAPHS, "--delay-wgrad-compute True: "),
+    (TE, GRAPHS | {"cuda_graph_scope": ["attn", "moe_router"]}, "--delay-wgrad-compute True: "),
+    (TE, GRAPHS | {"cuda_graph_modules": "attn"}, "--delay-wgrad-compute True: "),
+    (TE, GRAPHS | {"cuda_graph_scope": "full"}, "--delay-wgrad-compute True: "),
+    (TE, GRAPHS | {"cuda_graph_scope": ["moe_router"], "moe_shared_expert_intermediate_size": 8},
+     "--delay-wgrad-compute True: "),
+    (LOCAL, FP8, "--fp8-format: it needs --transformer-impl transformer_engine"),
+    (TE, FP8 | {"sequence_parallel": False}, "--fp8-format: without --sequence-parallel"),
+    (TE, FP8 | {"fp8_recipe": "mxfp8"},
+     f"--fp8-recipe mxfp8: one of {', '.join(requirements.FP8_RECIPES)} expected"),
+]  # fmt: skip
+UNTRIED_TOGETHER = [
+    (TE, WITH_FSDP, "--delay-wgrad-compute: "),
+    (LOCAL, LOST, "--mtp-num-layers: "),
+    (TE, FP8 | {"fp8_recipe": "blockwise"}, "--fp8-recipe blockwise: it takes the host longer"),
+    (TE, FP8 | {"spec": requirements.OUR_SPEC}, "--fp8-format: it was never tried with --spec"),
+    (TE, FP8 | LATENT, "--fp8-format: it was never tried with --multi-latent-attention"),
+]
 
 
 @pytest.mark.parametrize(
-    ("given", "refused"),
-    [
-        ({}, True),
-        ({"cuda_graph_scope": ["attn", "moe_router"]}, True),
-        ({"cuda_graph_modules": "attn"}, True),
-        ({"cuda_graph_scope": "full"}, True),
-        ({"cuda_graph_scope": ["moe_router"], "moe_shared_expert_intermediate_size": 8}, True),
-        ({"cuda_graph_modules": ["moe_router", "moe_preprocess"]}, False),
-        ({"cuda_graph_scope": "attn", "fp8": "hybrid"}, False),
-        ({"cuda_graph_scope": "attn", "cuda_graph_impl": "local"}, False),
-        ({"cuda_graph_scope": "attn", "delay_wgrad_compute": False}, False),
-    ],
+    ("of_te", "given", "start", "may_be_allowed"),
+    [(*row, "", False) for row in PASS]
+    + [(*row, False) for row in REFUSE]
+    + [(*row, True) for row in UNTRIED_TOGETHER],
 )
-def test_graphs_of_transformer_engine_do_not_delay_our_gradients(given, refused):
-    args = {"cuda_graph_impl": "transformer_engine", "delay_wgrad_compute": True, **given}
-    found = [name for name, *_ in seams.refused_values(argparse.Namespace(**args))]
-    assert found == (["delay_wgrad_compute"] if refused else [])
+def test_values_are_refused_by_name(monkeypatch, of_te, given, start, may_be_allowed):
+    monkeypatch.setattr(requirements, "te_can_run", lambda: of_te)
+    args = argparse.Namespace(**{"transformer_impl": "transformer_engine", **given})
+    found = requirements.refusals(args, {})
+    assert len(found) == bool(start)
+    for refusal in found:
+        assert str(refusal).startswith(start)
+        assert refusal.may_be_allowed is may_be_allowed
+    if not start:
+        seams.check_config(args)

@@ -9,14 +9,13 @@ import sys
 import pytest
 import side_by_side as sbs
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt import GPTModel, gpt_layer_specs, gpt_model
+from megatron.core.models.gpt import gpt_layer_specs, gpt_model
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.torch_norm import L2Norm
-from ranks import run_ranks
-from spec_shapes import module_of, submodules_of
+from ranks import on_cpu_ranks
 
 from flux_megatron.integration import (
     FluxColumnParallelLinear,
@@ -47,7 +46,7 @@ def test_layers_and_norms(layers, normalization):
     parts = gpt_layer_spec(
         config(normalization=normalization, qk_layernorm=True), layers
     ).submodules
-    attention, mlp = submodules_of(parts.self_attention), submodules_of(parts.mlp)
+    attention, mlp = sbs.submodules_of(parts.self_attention), sbs.submodules_of(parts.mlp)
     assert (attention.linear_qkv, attention.linear_proj) == (column, row)
     assert (mlp.linear_fc1, mlp.linear_fc2) == (column, row)
     norms = {parts.input_layernorm, parts.pre_mlp_layernorm, attention.q_layernorm}
@@ -63,7 +62,7 @@ def test_norms_of_queries_are_those_of_the_configuration(rank):
         if hasattr(gpt_layer_specs, "get_gpt_decoder_layer_specs"):
             specs += [gpt_layer_spec(given, layers) for layers in CLASSES]
         for spec in specs:
-            attention = submodules_of(spec.submodules.self_attention)
+            attention = sbs.submodules_of(spec.submodules.self_attention)
             norms = {attention.q_layernorm, attention.k_layernorm}
             assert norms == {L2Norm if wanted else FluxNorm}
 
@@ -72,9 +71,9 @@ def test_norms_of_queries_are_those_of_the_configuration(rank):
 def test_experts(layers):
     column, row = CLASSES[layers]
     parts = gpt_layer_spec(config(num_moe_experts=2, add_bias_linear=False), layers).submodules
-    experts = submodules_of(parts.mlp).experts
-    linears = submodules_of(experts)
-    assert module_of(experts) is SequentialMLP
+    experts = sbs.submodules_of(parts.mlp).experts
+    linears = sbs.submodules_of(experts)
+    assert sbs.module_of(experts) is SequentialMLP
     assert (linears.linear_fc1, linears.linear_fc2) == (column, row)
 
 
@@ -122,14 +121,10 @@ def test_providers_answer_megatron_s_questions():
         ({"virtual_pipeline_model_parallel_size": 2}, [2, 2]),
     ],
 )
-def test_block_holds_the_layers_of_its_stage(more, built):
+@on_cpu_ranks(2)
+def test_block_holds_the_layers_of_its_stage(rank, more, built):
     stages = 1 if not more else 2
     more = more and {**more, "pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
-    found = run_ranks(_layers_built, 2, stages, more)
-    assert found == built
-
-
-def _layers_built(rank, stages, more) -> int:
     virtual = more.get("virtual_pipeline_model_parallel_size")
     sbs.start(1, pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual)
     settings = config(**more)
@@ -137,28 +132,7 @@ def _layers_built(rank, stages, more) -> int:
     assert all(chunk.layer_norm is FluxNorm for chunk in chunks)
     if virtual:
         assert [len(chunk.layer_specs) for chunk in chunks] == [1, 1]
-    return sum(len(chunk.layer_specs) for chunk in chunks)
-
-
-@pytest.mark.parametrize("layers", ["flux", "stock"])
-@sbs.on_tp_ranks(1)
-def test_model_is_built_of_these_layers_alone(rank, layers):
-    assert parallel_state.is_initialized()
-
-    def model():
-        return GPTModel(
-            config=config(), transformer_layer_spec=gpt_block_spec(config(), layers),
-            vocab_size=8, max_sequence_length=8,
-        )  # fmt: skip
-
-    with use_flux_output_layer():
-        head = model().output_layer
-    assert type(head) is FluxColumnParallelLinear
-    built = model()
-    assert type(built.output_layer) is ColumnParallelLinear
-    linears = [m for m in built.decoder.modules() if isinstance(m, CLASSES["stock"])]
-    assert len(linears) == 16
-    assert {type(linear) for linear in linears} == {*CLASSES[layers]}
+    assert sum(len(chunk.layer_specs) for chunk in chunks) == built[rank]
 
 
 def test_importing_the_package_imports_no_megatron():

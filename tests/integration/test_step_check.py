@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_cpu_ranks, run_ranks
 
 import flux_megatron
 from flux_megatron import errors
@@ -120,45 +120,34 @@ def test_a_late_rank_s_step_reaches_neither_weights_nor_a_checkpoint(tmp_path, l
     assert saved == ["1.0.pt", "1.1.pt"]
 
 
-def others_are_asked(rank: int) -> str:
+@on_cpu_ranks(2)
+def test_a_rank_without_a_timeout_of_its_own_asks_the_others(rank):
     """Rank 1 makes no call after that in which rank 0 was late, so only the answer can tell it."""
     Model(rank).forward_backward()
     flux_megatron.confirm_step()
     late = "rank 0 waited" if rank == 0 else ""
+    said = "rank 0 failed in the middle of a call: SignalTimeout: rank 0 waited"
     with (
         mock.patch.object(Status, "late", return_value=late),
         mock.patch.object(
             Status, "tripped", new_callable=mock.PropertyMock, return_value=bool(late)
         ),
-        pytest.raises(errors.SignalTimeout if rank == 0 else errors.GroupBroken) as caught,
+        pytest.raises(errors.SignalTimeout if late else errors.GroupBroken, match=late or said),
     ):
         flux_megatron.confirm_step()
-    return str(caught.value)
 
 
-def test_a_rank_without_a_timeout_of_its_own_asks_the_others():
-    mine, other = run_ranks(others_are_asked, 2)
-    assert mine.startswith("rank 0 waited")
-    assert "rank 0 failed in the middle of a call: SignalTimeout: rank 0 waited" in other
-
-
-def saves_after_a_timeout(rank: int, folder: Path) -> str:
+@on_cpu_ranks(2, environment={"FLUX_MEGATRON_TIMEOUT_S": str(TIMEOUT_S)})
+def test_nothing_is_saved_after_a_timeout(rank, tmp_path):
     """Evaluation comes between the last step and the checkpoint."""
     model = Model(rank)
-    training = training_module(model, folder)
+    training = training_module(model, tmp_path)
     model.forward_backward()
     model.late = 2
-    with pytest.raises(errors.FluxError) as caught:  # noqa: PT012
+    with pytest.raises(errors.FluxError, match="waited 6 s for communication tile"):  # noqa: PT012
         with contextlib.suppress(errors.SignalTimeout):  # a program that goes on
             model.forward_backward()
         training.save_checkpoint(1, model)
-    return str(caught.value)
-
-
-def test_nothing_is_saved_after_a_timeout(tmp_path):
-    environment = {"FLUX_MEGATRON_TIMEOUT_S": str(TIMEOUT_S)}
-    for message in run_ranks(saves_after_a_timeout, 2, tmp_path, environment=environment):
-        assert "waited 6 s for communication tile" in message
     assert not [*tmp_path.iterdir()]
 
 

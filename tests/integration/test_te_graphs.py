@@ -1,17 +1,20 @@
 """`--cuda-graph-impl transformer_engine`: Megatron's helper captures layers with our linears in.
 
-On CPU `make_graphed_callables` is a stand-in: that shows what Megatron and we do around it. What a
-graph holds is shown on two GPUs with TransformerEngine alone.
+On CPU `make_graphed_callables` is a stand-in, which calls again what was captured: that shows what
+Megatron and we do around it. Warm-up, static inputs, gradients by `torch.autograd.grad` and what a
+replay leaves alone, such as marks on parameters, are as in TransformerEngine 2.11. What a graph
+holds is shown on two GPUs with TransformerEngine alone.
 """
 
 from __future__ import annotations
 
+import sys
+import types
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import side_by_side as sbs
-import te_graphs_stand_in
 import te_stand_ins as te
 import torch
 from megatron.core import num_microbatches_calculator, parallel_state, tensor_parallel
@@ -29,6 +32,64 @@ SEQUENCE, BATCH, VOCAB = 256 if torch.cuda.is_available() else 16, 2, 64
 # Of gradients in bf16. What is captured rounds otherwise than eager layers, in stock ones too, by
 # up to 1.1e-2 on CPU. A micro-batch that is missing or counted twice is more than 0.3.
 BOUND = 2e-2
+
+
+def install_graphs() -> None:
+    for name in ("transformer_engine", "transformer_engine.pytorch"):  # asked for at each replay
+        sys.modules[name] = types.ModuleType(name)
+    sys.modules["transformer_engine"].pytorch = sys.modules["transformer_engine.pytorch"]
+    cuda_graphs.HAVE_TE_GRAPHS = True
+    cuda_graphs.make_graphed_callables = make_graphed_callables
+
+
+def make_graphed_callables(
+    layers: tuple[torch.nn.Module, ...], sample_args: list[Any], *, sample_kwargs: list[Any],
+    num_warmup_iters: int, allow_unused_input: bool, _order: list[int], **_: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    assert _order == [1, -1]
+    made = []
+    for layer, args, kwargs in zip(layers, sample_args, sample_kwargs, strict=True):
+        hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks)
+        assert not any(hooks)
+        static = [*args, *kwargs.values()]
+        inputs = [one for one in (*static, *layer.parameters()) if one.requires_grad]
+        for _ in range(num_warmup_iters):
+            outputs = layer(*args, **kwargs)
+            dy = [torch.empty_like(one) for one in outputs]
+            found = torch.autograd.grad(outputs, inputs, dy, allow_unused=allow_unused_input)
+            inputs = [one for one, grad in zip(inputs, found, strict=True) if grad is not None]
+        made.append(_graphed(layer, args, kwargs, inputs))
+    return tuple(made)
+
+
+def _graphed(layer: torch.nn.Module, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
+    static, names = [*args, *kwargs.values()], [*kwargs]
+    parameters = [one for one in inputs if isinstance(one, torch.nn.Parameter)]
+    capture = layer._te_cuda_graph_capture
+
+    class Graphed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            with torch.no_grad():
+                for one, new in zip(static, given, strict=False):
+                    one.copy_(new)
+            with torch.enable_grad():
+                ctx.outputs = capture(*args, **kwargs)
+            return tuple(one.detach() for one in ctx.outputs)
+
+        @staticmethod
+        def backward(ctx: Any, *dy: torch.Tensor) -> tuple[Any, ...]:
+            marks = [getattr(one, "grad_added_to_main_grad", None) for one in parameters]
+            found = dict(zip(inputs, torch.autograd.grad(ctx.outputs, inputs, dy), strict=True))
+            for one, mark in zip(parameters, marks, strict=True):
+                if mark is not None:
+                    one.grad_added_to_main_grad = mark
+            return tuple(found.get(one) for one in (*static, *parameters))
+
+    def forward(*given: torch.Tensor, **named: Any) -> tuple[torch.Tensor, ...]:
+        return Graphed.apply(*given, *(named[name] for name in names), *parameters)
+
+    return forward
 
 
 def build(hidden: int, graphs: bool, scope: str, **more: Any) -> Any:
@@ -93,7 +154,7 @@ def compare(hidden: int, scope: str) -> None:
 @sbs.on_tp_ranks(2, environment=FUSED)
 def test_helper_and_layers_fit_together(rank, scope):
     te.pretend_te()
-    te_graphs_stand_in.install()
+    install_graphs()
     assert te.overlap()
     flux_megatron.reset_report()
     compare(32, scope)

@@ -7,21 +7,20 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import side_by_side as sbs
 import te_modules
 import torch
 import torch.distributed as dist
-from closeness import assert_exact
-from ranks import FUSED, RankFailure, run_ranks
+from ranks import FUSED, on_cpu_ranks
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron.integration import arm, install, requirements
-from flux_megatron.integration.requirements import FP8_RECIPES
+from flux_megatron.errors import FallbackRefused
+from flux_megatron.integration import arm, install
 
 SIZES = {"column": (64, 48), "row": (48, 32)}  # N and K of a rank
 BLOCKS = {"column": (256, 128), "row": (128, 384)}  # the same where 128 elements have a scale
-BOTH = {"ag_gemm": 2, "gemm_rs": 2}
-OVERLAPS = {"current": "fused", "none": "fused", "block": "pipelined"}
+NAMED = {"FLUX_MEGATRON_STRATEGY": "{strategy}"}
 
 
 def integers(made: torch.Generator, *shape: int) -> Tensor:
@@ -41,16 +40,16 @@ def sizes(mode: str) -> tuple[int, int]:
     return BLOCKS[mode] if _blocks() else SIZES[mode]
 
 
-def pretend() -> None:
-    te_modules.install()
+pretend = te_modules.install  # tests/protocol/source_mutants.py calls it
 
 
-def overlapped(layers: tuple[str, ...] | None = None) -> Any:
+def overlapped(recipe: str = "current", layers: tuple[str, ...] | None = None) -> Any:
     pretend()
     from flux_megatron.integration import te_overlap
 
     te_overlap.use(lambda: dist.group.WORLD, layers)
     te_modules.base.initialize_ub()
+    te_modules.FP8GlobalStateManager.recipe = te_modules.Recipe(recipe)
     return te_overlap
 
 
@@ -77,50 +76,46 @@ def stepped(rank: int, layer: Any, mode: str) -> list[Tensor]:
     return [y.detach(), x.grad, layer.weight.grad]
 
 
-BESIDE = {"current": 1, "none": 0, "block": 2}  # x of the column layer; in blocks, dy of the row's
-
-
-def both(rank: int, recipe: str, delayed: bool) -> dict[str, int]:
-    te_overlap = overlapped()
-    te_modules.FP8GlobalStateManager.enabled = recipe != "none"
-    te_modules.FP8GlobalStateManager.recipe = te_modules.Recipe(recipe)
-    te_modules.Linear.delay_wgrad_compute = delayed
-    ops = te_overlap.ops
-    with mock.patch.object(ops, "start_gather_beside", wraps=ops.start_gather_beside) as beside:
-        for mode in SIZES:
-            ours = stepped(rank, layer(rank, mode, True, bias=mode == "column"), mode)
-            plain = stepped(rank, layer(rank, mode, False, bias=mode == "column"), mode)
-            for name, one, other in zip(("y", "dx", "dw"), ours, plain, strict=True):
-                assert_exact(one, other, f"{mode} {name}")
-    assert beside.call_count == BESIDE[recipe], "gathers by copy engines"
-    return _totals()
-
-
-def _totals() -> dict[str, int]:
+def totals() -> dict[str, int]:
     calls = flux_megatron.report().calls
     return {p: sum(n for (q, _), n in calls.items() if q == p) for p in ("ag_gemm", "gemm_rs")}
 
 
+def reasons() -> list[str]:
+    return [reason for _, reason in flux_megatron.report().fallbacks]
+
+
+BESIDE = {"current": 1, "none": 0, "block": 2}  # x of the column layer; in blocks, dy of the row's
+
+
 @pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
 @pytest.mark.parametrize(
-    "recipe", ["current", "none", "block"], ids=["fp8", "16 bits", "blockwise"]
+    ("recipe", "strategy"),
+    [("current", "fused"), ("none", "fused"), ("block", "pipelined")],
+    ids=["fp8", "16 bits", "blockwise"],
 )
-def test_layers_follow_those_without_overlap(recipe, delayed):
-    calls = {name: count + delayed for name, count in BOTH.items()}
-    named = {"FLUX_MEGATRON_STRATEGY": OVERLAPS[recipe]}
-    assert run_ranks(both, 2, recipe, delayed, environment=named) == [calls, calls]
-
-
-def by_nccl(rank: int) -> int:
-    ops = overlapped().ops
-    with mock.patch.object(ops, "start_gather_beside") as beside:
-        stepped(rank, layer(rank, "column", True), "column")
-    return beside.call_count
+@on_cpu_ranks(2, environment=NAMED)
+def test_layers_follow_those_without_overlap(rank, recipe, delayed):
+    ops = overlapped(recipe).ops
+    te_modules.FP8GlobalStateManager.enabled = recipe != "none"
+    te_modules.Linear.delay_wgrad_compute = delayed
+    with mock.patch.object(ops, "start_gather_beside", wraps=ops.start_gather_beside) as beside:
+        for mode in SIZES:
+            ours, plain = (
+                stepped(rank, layer(rank, mode, overlap, bias=mode == "column"), mode)
+                for overlap in (True, False)
+            )
+            sbs.assert_same(ours, plain)
+    assert beside.call_count == BESIDE[recipe], "gathers by copy engines"
+    assert totals() == {"ag_gemm": 2 + delayed, "gemm_rs": 2 + delayed}
 
 
 @pytest.mark.parametrize("strategy", ["sequential", "signalled"])
-def test_strategies_without_symmetric_memory_gather_without_it(strategy):
-    assert run_ranks(by_nccl, 2, environment={"FLUX_MEGATRON_STRATEGY": strategy}) == [0, 0]
+@on_cpu_ranks(2, environment=NAMED)
+def test_strategies_without_symmetric_memory_gather_without_it(rank):
+    with mock.patch.object(overlapped().ops, "start_gather_beside") as beside:
+        stepped(rank, layer(rank, "column", True), "column")
+    assert not beside.call_count
 
 
 FP8_LAYERS = (1, 2)  # of four
@@ -143,32 +138,26 @@ def mixed(rank: int, overlap: bool, rows: int) -> list[Tensor]:
     return [y.detach(), x.grad, *(layer.weight.grad for layer in layers)]
 
 
-def mixed_rows(rank: int) -> dict[str, int]:
+@on_cpu_ranks(2, environment=FUSED)
+def test_layers_of_16_bits_and_fp8_stand_side_by_side_with_rows_that_change(rank):
+    """`--first-last-layers-bf16`, and packed sequences."""
     overlapped()
     for rows in (8, 40, 8, 24):
-        for one, other in zip(mixed(rank, True, rows), mixed(rank, False, rows), strict=True):
-            assert_exact(one, other, f"{rows} rows")
-    return _totals()
-
-
-def test_layers_of_16_bits_and_fp8_stand_side_by_side_with_rows_that_change():
-    """`--first-last-layers-bf16`, and packed sequences."""
-    assert run_ranks(mixed_rows, 2, environment=FUSED) == [{"ag_gemm": 16, "gemm_rs": 16}] * 2
-
-
-def odd_rows(rank: int, recipe: str) -> None:
-    overlapped()
-    te_modules.FP8GlobalStateManager.recipe = te_modules.Recipe(recipe)
-    stepped_rows = integers(torch.Generator().manual_seed(rank), 12, 1, sizes("column")[1])
-    layer(rank, "column", True)(stepped_rows)
+        sbs.assert_same(mixed(rank, True, rows), mixed(rank, False, rows))
+    assert totals() == {"ag_gemm": 16, "gemm_rs": 16}
 
 
 @pytest.mark.parametrize(("recipe", "multiple"), [("current", 16), ("block", 128)])
-def test_rows_that_fp8_does_not_take_are_refused_with_the_number_that_would_do(recipe, multiple):
-    with pytest.raises(RankFailure) as refused:
-        run_ranks(odd_rows, 2, recipe, environment=FUSED)
+@on_cpu_ranks(2, environment=FUSED)
+def test_rows_that_fp8_does_not_take_are_refused_with_the_number_that_would_do(
+    rank, recipe, multiple
+):
+    overlapped(recipe)
+    x = integers(torch.Generator().manual_seed(rank), 12, 1, sizes("column")[1])
+    with pytest.raises(ValueError, match="rows of FP8") as refused:
+        layer(rank, "column", True)(x)
     said = f"12 rows of FP8 on a rank given, a multiple of {multiple} expected"
-    assert str(refused.value).count(said) == 2
+    assert said in str(refused.value)
     assert f"to {multiple} rows on each tensor-parallel rank" in str(refused.value)
 
 
@@ -183,30 +172,27 @@ def of_parameters(rank: int, mode: str, overlap: bool, reads_rows: bool) -> list
     return found + stepped(rank, made, mode)
 
 
-def weights_of_fp8(rank: int, reads_rows: bool, recipe: str = "current") -> list[int]:
-    overlapped()
-    te_modules.FP8GlobalStateManager.recipe = te_modules.Recipe(recipe)
-    for mode in SIZES:
-        ours, plain = (of_parameters(rank, mode, overlap, reads_rows) for overlap in (True, False))
-        for one, other in zip(ours, plain, strict=True):
-            assert_exact(one, other, mode)
-    report = flux_megatron.report()
-    return [sum(_totals().values()), *report.fallbacks.values(), *report.copies.values()]
-
-
-@pytest.mark.parametrize("recipe", ["current", "block"])
-def test_weights_that_are_fp8_parameters(recipe):
+# the last of a GPU that reads rows: what TransformerEngine does not transpose is not overlapped in
+# backward
+@pytest.mark.parametrize(
+    ("recipe", "strategy", "counts"),
+    [("current", "fused", [8]), ("block", "pipelined", [8]), ("current", "fused", [8, 2, 2])],
+)
+@on_cpu_ranks(2, environment=NAMED)
+def test_weights_that_are_fp8_parameters(rank, recipe, counts):
     """`--fp8-param-gather`: the optimizer moves the bytes and changes them in place."""
-    named = {"FLUX_MEGATRON_STRATEGY": OVERLAPS[recipe]}
-    assert run_ranks(weights_of_fp8, 2, False, recipe, environment=named) == [[8]] * 2
+    overlapped(recipe)
+    for mode in SIZES:
+        ours, plain = (of_parameters(rank, mode, way, len(counts) > 1) for way in (True, False))
+        sbs.assert_same(ours, plain)
+    report = flux_megatron.report()
+    found = [sum(totals().values()), *report.fallbacks.values(), *report.copies.values()]
+    assert found == counts
 
 
-def test_a_weight_that_te_does_not_transpose_has_no_overlap_in_backward():
-    assert run_ranks(weights_of_fp8, 2, True, environment=FUSED) == [[8, 2, 2]] * 2
-
-
-def not_ours(rank: int) -> dict[str, int]:
-    te_overlap = overlapped(("fc1",))
+@on_cpu_ranks(2, environment=FUSED)
+def test_other_layers_arms_and_recipes_stay_tes(rank):
+    te_overlap = overlapped(layers=("fc1",))
     column, row = layer(rank, "column", True), layer(rank, "row", True)
     assert te_overlap.overlaps(column)
     assert not te_overlap.overlaps(row)
@@ -215,60 +201,37 @@ def not_ours(rank: int) -> dict[str, int]:
         stepped(rank, column, "column")
     te_modules.FP8GlobalStateManager.recipe = te_modules.Recipe("mxfp8")
     stepped(rank, column, "column")
-    return _totals()
-
-
-def test_other_layers_arms_and_recipes_stay_tes():
-    assert run_ranks(not_ours, 2, environment=FUSED) == [{"ag_gemm": 0, "gemm_rs": 0}] * 2
-
-
-def serial(rank: int, recipe: str) -> list[str]:
-    te_overlap = overlapped()
-    te_modules.FP8GlobalStateManager.recipe = te_modules.Recipe(recipe)
-    reason = mock.patch.object(te_overlap, "_unsupported", return_value="nothing is supported")
-    with reason, pytest.warns(UserWarning, match="nothing is supported"):
-        both_arms = [
-            [stepped(rank, layer(rank, mode, overlap), mode) for overlap in (True, False)]
-            for mode in SIZES
-        ]
-    for ours, plain in both_arms:
-        for one, other in zip(ours, plain, strict=True):
-            assert_exact(one, other)
-    return [reason for _, reason in flux_megatron.report().fallbacks]
+    assert not any(totals().values())
 
 
 @pytest.mark.parametrize("recipe", ["current", "block"])
-def test_what_we_do_not_compute_runs_without_overlap_and_is_counted(recipe):
-    for reasons in run_ranks(serial, 2, recipe, environment=FUSED):
-        assert reasons == ["nothing is supported"] * 2
+@on_cpu_ranks(2, environment=FUSED)
+def test_what_we_do_not_compute_runs_without_overlap_and_is_counted(rank, recipe):
+    reason = mock.patch.object(overlapped(recipe), "_unsupported", return_value="no such call")
+    with reason, pytest.warns(UserWarning, match="no such call"):
+        both = [[stepped(rank, layer(rank, mode, overlap), mode) for mode in SIZES]
+                for overlap in (True, False)]  # fmt: skip
+    sbs.assert_same(*both)
+    assert reasons() == ["no such call"] * 2
 
 
-def without_blocks(rank: int) -> list[str]:
-    te_overlap = overlapped()
-    te_modules.FP8GlobalStateManager.recipe = te_modules.Recipe("block")
-    refused = mock.patch.object(te_overlap.ops, "blocks_refused", return_value="no such GEMM")
+@on_cpu_ranks(2)
+def test_a_library_without_blockwise_scales_leaves_tes_own(rank):
+    """It is asked for a GEMM of the rows of a shard, forward and of dx."""
+    ops = overlapped("block").ops
+    refused = mock.patch.object(ops, "blocks_refused", return_value="no such GEMM")
     with refused as asked, pytest.warns(UserWarning, match="no such GEMM"):
         ours = stepped(rank, layer(rank, "column", True), "column")
     assert [call.args[1:] for call in asked.call_args_list] == [(128, 128), (128, 256)]
-    for one, other in zip(ours, stepped(rank, layer(rank, "column", False), "column"), strict=True):
-        assert_exact(one, other)
-    return [reason for _, reason in flux_megatron.report().fallbacks]
+    sbs.assert_same(ours, stepped(rank, layer(rank, "column", False), "column"))
+    assert reasons() == ["no such GEMM"] * 2
 
 
-def test_a_library_without_blockwise_scales_leaves_tes_own():
-    """It is asked for a GEMM of the rows of a shard, forward and of dx."""
-    assert run_ranks(without_blocks, 2) == [["no such GEMM"] * 2] * 2
-
-
-def strict(rank: int) -> None:
-    te_overlap = overlapped()
-    with mock.patch.object(te_overlap, "_unsupported", return_value="nothing is supported"):
+@on_cpu_ranks(2, environment={**FUSED, "FLUX_MEGATRON_STRICT": "1"})
+def test_strict_mode_refuses_it(rank):
+    reason = mock.patch.object(overlapped(), "_unsupported", return_value="no such call")
+    with reason, pytest.raises(FallbackRefused, match="no such call"):
         stepped(rank, layer(rank, "row", True), "row")
-
-
-def test_strict_mode_refuses_it():
-    with pytest.raises(RankFailure, match="nothing is supported"):
-        run_ranks(strict, 2, environment={**FUSED, "FLUX_MEGATRON_STRICT": "1"})
 
 
 def test_megatron_builds_layers_as_for_userbuffers_without_bulk_overlap():
@@ -279,40 +242,12 @@ def test_megatron_builds_layers_as_for_userbuffers_without_bulk_overlap():
     assert names == {"flux_asked_te", "overlap", "overlap_ag", "overlap_rs", "overlap_rs_dgrad"}
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({}, []),
-        ({"fp8_recipe": "delayed"}, []),
-        ({"fp8_recipe": "blockwise"}, ["--fp8-recipe blockwise: it takes the host longer"]),
-        ({"fp8_recipe": "mxfp8"}, [f"one of {', '.join(FP8_RECIPES)} expected"]),
-        ({"spec": ["my", "spec"]}, ["--fp8-format: it was never tried with --spec; --flux-allow"]),
-        ({"multi_latent_attention": True}, ["--fp8-format: it was never tried with --multi-la"]),
-        ({"sequence_parallel": False}, ["without --sequence-parallel"]),
-        ({"sequence_parallel": False, "tensor_model_parallel_size": 1}, []),
-    ],
-)
-def test_what_fp8_needs_is_said_before_a_run_starts(changed, said):
-    args = types.SimpleNamespace(
-        **{"fp8": "hybrid", "fp8_recipe": "tensorwise", "sequence_parallel": True,
-           "tensor_model_parallel_size": 2, **changed}
-    )  # fmt: skip
-    found = [str(one) for one in requirements.of_fp8(args, of_te=True)]
-    assert all(a in b for a, b in zip(said, found, strict=True))
-    (other, *_) = map(str, requirements.of_fp8(args, of_te=False))
-    assert "--transformer-impl transformer_engine" in other
-
-
-def ragged(rank: int) -> str:
-    overlapped()
-    te_modules.FP8GlobalStateManager.recipe = te_modules.Recipe("block")
-    with pytest.raises(ValueError, match="given") as caught:
+@on_cpu_ranks(2)
+def test_rows_that_te_cannot_gather_are_refused(rank):
+    overlapped("block")
+    with pytest.raises(ValueError, match="blockwise scales") as caught:
         layer(rank, "column", True)(torch.ones(24, 2, BLOCKS["column"][1]))
-    return str(caught.value)
-
-
-def test_rows_that_te_cannot_gather_are_refused():
-    for said in run_ranks(ragged, 2):
-        assert "48 rows of 128 elements with blockwise scales on a rank given" in said
-        assert "multiples of 128 expected" in said
-        assert "to 128 rows on each tensor-parallel rank" in said
+    said = str(caught.value)
+    assert "48 rows of 128 elements with blockwise scales on a rank given" in said
+    assert "multiples of 128 expected" in said
+    assert "to 128 rows on each tensor-parallel rank" in said

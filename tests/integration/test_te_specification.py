@@ -98,10 +98,12 @@ def _chunk(
     config: Any, use_te: bool, alike: bool, l2_norm: dict[str, bool], vp_stage: Any, tied: bool
 ) -> GPTModel:
     sbs.seed()
-    if alike:
+    if alike and use_te:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=config.qk_layernorm, **l2_norm
         )
+    elif alike:
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.normalization)
     else:
         spec = gpt_layer_specs.get_gpt_decoder_block_spec(
             config, use_te, config.normalization, **l2_norm, vp_stage=vp_stage
@@ -142,8 +144,7 @@ def _compare(rank: int, options: dict[str, Any]) -> None:
         assert parameters(theirs) == parameters(own)
         assert [*theirs.state_dict()] == [*own.state_dict()]
         assert sharded(theirs) == sharded(own)
-        values = zip(theirs.parameters(), own.parameters(), strict=True)
-        assert all(torch.equal(a, b) for a, b in values)
+        sbs.assert_same([*own.parameters()], [*theirs.parameters()])
 
 
 def classes(model: GPTModel, ours: dict[type, type]) -> list[tuple[str, type]]:
@@ -205,6 +206,46 @@ def test_every_specification_asks_our_provider(rank):
     assert issubclass(FluxTEProvider, te.THEIRS)
 
 
+ONE_RANK = {"tensor_model_parallel_size": 1, "sequence_parallel": False}
+LOCAL = {
+    "LayerNorm": {},
+    "RMSNorm, qk": {"normalization": "RMSNorm", "qk_layernorm": True},
+    "MTP": {"normalization": "RMSNorm", "mtp_num_layers": 1},
+    "experts": {"num_moe_experts": 2, "moe_layer_freq": [0, 1], "mtp_num_layers": 1,
+                "add_bias_linear": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("installed", [True, False])
+def test_keys_are_those_of_local_layers(name, installed):
+    """In checkpoints; also of the norms, which save an `_extra_state` where TransformerEngine's
+    do: the final norm of layers that are all alike, where it is installed.
+    """
+    sbs.skip_where_mtp_needs_te(LOCAL[name])
+    run_ranks(_keys_of_local, 1, LOCAL[name], installed)
+
+
+def _keys_of_local(rank: int, options: dict[str, Any], installed: bool) -> None:
+    sbs.start(1)
+    stock = _keys(options)
+    if installed:
+        te.pretend_te()
+        of_one_layer = _keys({}, alike=True)
+    assert not te.overlap(transformer_impl="local" if installed else "transformer_engine")
+    assert _keys(options) == stock
+    assert not {key for key in stock if key.endswith("norm._extra_state")}
+    if installed:
+        assert _keys({}, alike=True) == of_one_layer
+        states = {key for key in of_one_layer if key.endswith("norm._extra_state")}
+        assert states == {"decoder.final_layernorm._extra_state"}
+
+
+def _keys(options: dict[str, Any], alike: bool = False) -> set[str]:
+    (model,) = chunks({**options, **ONE_RANK}, False, alike)
+    return {part.key for part in model.sharded_state_dict().values()}
+
+
 CHOSEN = {
     ("qkv", "fc2"): "linear_qkv linear_fc2",
     ("proj",): "linear_proj",
@@ -220,13 +261,7 @@ def test_layers_that_were_not_chosen_are_transformer_engine_s(rank, layers):
     assert te.overlap("--flux-layers", *layers)
     (model,) = chunks({}, True)
     assert parameters(stock) == parameters(model)
-    ours = (FluxColumnParallelLinear, FluxRowParallelLinear)
-    found: dict[bool, set] = {True: set(), False: set()}
-    for name, module in model.named_modules():
-        if isinstance(module, (*ours, *CLASSES)):
-            found[isinstance(module, ours)].add(name.split(".")[-1])
-    assert len(found[True]) + len(found[False]) == 5
-    assert found[True] == set(CHOSEN[layers].split())
+    assert sbs.ours(model) == set(CHOSEN[layers].split())
 
 
 # of its projections those to latents are whole on every rank, and communicate nothing
@@ -256,14 +291,7 @@ def test_latent_attention_follows_stock(rank, more, layers):
         chosen = not layers or ("proj" if name == "linear_proj" else "qkv") in layers
         expected = kind if chosen else type(getattr(theirs, name, None))
         assert built is None or isinstance(built, expected), name
-    tokens = torch.arange(8)[None]
-    mask = torch.triu(torch.ones(1, 1, 8, 8, dtype=torch.bool), 1)
-    losses = [model(tokens, tokens, mask, labels=tokens).mean() for model in (stock, ours)]
-    for loss in losses:
-        loss.backward()
-    torch.testing.assert_close(*losses, atol=1e-6, rtol=0)
-    for theirs, own in zip(stock.parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(theirs.grad, own.grad, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(sbs.one_step(ours), sbs.one_step(stock), atol=1e-6, rtol=1e-5)
 
 
 def _latent_model(**more: Any) -> GPTModel:

@@ -15,11 +15,10 @@ import pytest
 
 pytest.importorskip("pydantic", reason="needs the extra `train`")
 
-import feature_table
 import side_by_side as sbs
+import support_page
 import torch
-from ranks import be_late, run_ranks
-from spec_shapes import skip_before, skip_where_mtp_needs_te
+from ranks import FUSED, be_late, on_cpu_ranks, run_ranks
 from training_breaks import BREAKS, Break, terms_missing
 from training_cases import ALL, FEATURES, QUICKEST, REFUSED
 from training_run import Feature, Training
@@ -48,9 +47,9 @@ class Outcome:
 @pytest.mark.parametrize("strategy", [QUICKEST, "fused"] if ALL else [QUICKEST])
 @pytest.mark.parametrize("name", CHOSEN)
 def test_feature_follows_stock(name, strategy):
-    skip_where_mtp_needs_te(FEATURES[name].config)
+    sbs.skip_where_mtp_needs_te(FEATURES[name].config)
     if name == "MoE, shared experts":
-        skip_before("0.15", "on a CPU their dispatcher modifies a view in place")
+        sbs.skip_before("0.15", "on a CPU their dispatcher modifies a view in place")
     assert not errors(FEATURES[name], outcomes(name, strategy))
 
 
@@ -158,11 +157,8 @@ def _how_it_ran(feature: Feature, rank: Outcome) -> list[str]:
     return [] if right else [f"{rank.forwards} forwards, {rank.calls} calls, but {report}"]
 
 
-def test_a_run_in_deterministic_mode_repeats_every_bit():
-    assert all(run_ranks(_repeats, 2, environment={"FLUX_MEGATRON_STRATEGY": "fused"}))
-
-
-def _repeats(rank: int) -> bool:
+@on_cpu_ranks(2, environment=FUSED)
+def test_a_run_in_deterministic_mode_repeats_every_bit(rank):
     """The second time another rank is the late one."""
     torch.use_deterministic_algorithms(True)
     feature, left = FEATURES["deterministic mode"], []
@@ -171,8 +167,7 @@ def _repeats(rank: int) -> bool:
         for layer in training.modules[0].decoder.layers:
             layer.register_forward_pre_hook(lambda *_, late=late: be_late(0.02 * (rank == late)))
         left.append((training.run(1), training.weights()))
-    (losses, weights), (others, other_weights) = left
-    return losses == others and all(torch.equal(weights[n], other_weights[n]) for n in weights)
+    sbs.assert_same(*left)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -186,7 +181,7 @@ def _refused(rank: int, name: str) -> None:
         Training(feature, "flux")
 
 
-def test_every_feature_stands_in_the_page():
-    assert f"{feature_table.START}{feature_table.table()}{feature_table.END}" in (
-        feature_table.PAGE.read_text()
-    ), "docs/support.md is old: python tests/integration/feature_table.py"
+def test_the_tables_of_the_page_are_up_to_date():
+    page = support_page.PAGE.read_text()
+    old = "docs/support.md is old: python tests/integration/support_page.py"
+    assert support_page.renewed(page) == page, old

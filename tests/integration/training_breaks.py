@@ -20,56 +20,56 @@ from flux_megatron.nn import functions, linear_passes
 Break = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-@contextlib.contextmanager
-def terms_missing() -> Iterator[None]:
+def replacing(owner: Any, name: str) -> Callable[[Callable[[Any], Any]], Break]:
+    """A context in which `owner.name` is what the decorated function makes of it."""
+
+    def of_function(make: Callable[[Any], Any]) -> Break:
+        return lambda: mock.patch.object(owner, name, make(getattr(owner, name)))
+
+    return of_function
+
+
+@replacing(functions.ops, "run_gemm_rs")
+def terms_missing(run: Any) -> Any:
     """Rank 1 contributes nothing to the sums of forward."""
-    run = functions.ops.run_gemm_rs
 
     def without(x, *args, **options):
         return run(torch.zeros_like(x) if dist.get_rank() == 1 else x, *args, **options)
 
-    with mock.patch.object(functions.ops, "run_gemm_rs", without):
-        yield
+    return without
 
 
-@contextlib.contextmanager
-def dx_not_summed() -> Iterator[None]:
+@replacing(functions.ops, "start_gemm_ar")
+def dx_not_summed(_: Any) -> Any:
     """Without sequence parallelism."""
 
     def alone(dy, w, group, layout):
         dx = dy @ w
         return types.SimpleNamespace(finish=lambda: dx)
 
-    with mock.patch.object(functions.ops, "start_gemm_ar", alone):
-        yield
+    return alone
 
 
-@contextlib.contextmanager
-def dummy_added() -> Iterator[None]:
+@replacing(main_grad, "placeholder_gradient")
+def dummy_added(make: Any) -> Any:
     """Megatron is not told that the gradient is in main_grad, and adds what autograd was given."""
-    make = main_grad.placeholder_gradient
 
     def untold(weight, dtype):
         dummy = make(weight, dtype)
         weight.grad_added_to_main_grad = False
         return dummy.fill_(0.01)
 
-    with mock.patch.object(main_grad, "placeholder_gradient", untold):
-        yield
+    return untold
 
 
-@contextlib.contextmanager
-def dummy_not_zero() -> Iterator[None]:
-    make = main_grad.placeholder_gradient
-    with mock.patch.object(main_grad, "placeholder_gradient", lambda *a: make(*a).fill_(0.01)):
-        yield
+@replacing(main_grad, "placeholder_gradient")
+def dummy_not_zero(make: Any) -> Any:
+    return lambda *args: make(*args).fill_(0.01)
 
 
-@contextlib.contextmanager
-def last_microbatch_alone() -> Iterator[None]:
-    add = main_grad.accumulate_wgrad
-    with mock.patch.object(main_grad, "accumulate_wgrad", lambda *a, beta=0: add(*a, beta=beta)):
-        yield
+@replacing(main_grad, "accumulate_wgrad")
+def last_microbatch_alone(add: Any) -> Any:
+    return lambda *args, beta=0: add(*args, beta=beta)
 
 
 @contextlib.contextmanager
@@ -82,33 +82,26 @@ def silent() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def old_weights() -> Iterator[None]:
+@replacing(functions.ops, "run_gemm_rs")
+def old_weights(run: Any) -> Any:
     """A layer keeps the weight that it saw first."""
-    run, kept = functions.ops.run_gemm_rs, {}
+    kept: dict[int, torch.Tensor] = {}
 
     def with_kept(x, w, *args, **options):
         return run(x, kept.setdefault(w.data_ptr(), w.detach().clone()), *args, **options)
 
-    with mock.patch.object(functions.ops, "run_gemm_rs", with_kept):
-        yield
+    return with_kept
 
 
-@contextlib.contextmanager
-def no_dx_beside_a_frozen_weight() -> Iterator[None]:
-    forward = functions.row_parallel_linear
-
-    def without(x, w, **options):
-        return forward(x if w.requires_grad else x.detach(), w, **options)
-
-    with mock.patch.object(functions, "row_parallel_linear", without):
-        yield
+@replacing(functions, "row_parallel_linear")
+def no_dx_beside_a_frozen_weight(forward: Any) -> Any:
+    return lambda x, w, **more: forward(x if w.requires_grad else x.detach(), w, **more)
 
 
-@contextlib.contextmanager
-def first_length_for_all() -> Iterator[None]:
+@replacing(functions.ops, "run_ag_gemm")
+def first_length_for_all(gather: Any) -> Any:
     """Rows that the first call did not have are lost."""
-    gather, rows = functions.ops.run_ag_gemm, []
+    rows: list[int] = []
 
     def cut(x, w, *args, **options):
         y = gather(x, w, *args, **options)
@@ -116,29 +109,24 @@ def first_length_for_all() -> Iterator[None]:
         y[rows[0] :] = 0
         return y
 
-    with mock.patch.object(functions.ops, "run_ag_gemm", cut):
-        yield
+    return cut
 
 
-@contextlib.contextmanager
-def coarse_sums() -> Iterator[None]:
+@replacing(linear_passes, "_shaped")
+def coarse_sums(finish: Any) -> Any:
     """Sums rounded to six bits, where bf16 has eight."""
-    finish = linear_passes._shaped
 
     def rounded(made, shape):
         mantissa, exponent = torch.frexp(made.float())
         made.copy_(torch.ldexp((mantissa * 64).round() / 64, exponent))
         return finish(made, shape)
 
-    with mock.patch.object(linear_passes, "_shaped", rounded):
-        yield
+    return rounded
 
 
-@contextlib.contextmanager
-def random_numbers_drawn() -> Iterator[None]:
-    finish = linear_passes._shaped
-    with mock.patch.object(linear_passes, "_shaped", lambda *a: (torch.rand(1), finish(*a))[1]):
-        yield
+@replacing(linear_passes, "_shaped")
+def random_numbers_drawn(finish: Any) -> Any:
+    return lambda *args: (torch.rand(1), finish(*args))[1]
 
 
 BREAKS: dict[str, Break] = {

@@ -105,10 +105,8 @@ def offload_tensors(model: GPTModel) -> None:
     model.decoder.offload_context = Offloading()
 
 
-@contextlib.contextmanager
-def each_rank_a_node() -> Iterator[None]:
-    with mock.patch.object(places, "machine", return_value=f"node-{dist.get_rank()}"):
-        yield
+def each_rank_a_node() -> Any:
+    return mock.patch.object(places, "machine", return_value=f"node-{dist.get_rank()}")
 
 
 @contextlib.contextmanager
@@ -125,11 +123,9 @@ def names_of_te() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def name_of_apex() -> Iterator[None]:
+def name_of_apex() -> Any:
     """Megatron imports its module when the pipeline drains."""
-    with mock.patch.dict(sys.modules, {apex_shim.NAME: apex_shim.SHIM}):
-        yield
+    return mock.patch.dict(sys.modules, {apex_shim.NAME: apex_shim.SHIM})
 
 
 class _Event:

@@ -11,7 +11,7 @@ from unittest import mock
 import side_by_side as sbs
 import torch
 import torch.distributed as dist
-from context_attention import ContextAttention, positions_here
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -22,6 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 
 from flux_megatron.integration import gpt_block_spec, use_flux_output_layer
@@ -202,6 +203,38 @@ def _config(feature: Feature, layers: str) -> Any:
         assert hasattr(config, name), name
         setattr(config, name, value)
     return config
+
+
+def positions_here(length: int, rank: int | None = None) -> torch.Tensor:
+    """Where this rank's tokens stand in the sequence: as Megatron has it, each rank has a chunk of
+    the first half and its mirror image.
+    """
+    ranks = parallel_state.get_context_parallel_world_size()
+    rank = parallel_state.get_context_parallel_rank() if rank is None else rank
+    if ranks == 1:
+        return torch.arange(length)
+    chunks = torch.arange(length).chunk(2 * ranks)
+    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
+
+
+class ContextAttention(torch.nn.Module):
+    """For TransformerEngine's, which alone does context parallelism: ranks gather all keys."""
+
+    def __init__(self, config: Any, **_: Any) -> None:
+        super().__init__()
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        group = parallel_state.get_context_parallel_group()
+        length = len(query) * group.size()
+        key, value = (gather_from_sequence_parallel_region(t, group=group) for t in (key, value))
+        theirs = torch.cat([positions_here(length, rank) for rank in range(group.size())])
+        allowed = theirs <= positions_here(length)[:, None]
+        context = F.scaled_dot_product_attention(
+            *(t.permute(1, 2, 0, 3) for t in (query, key, value)), allowed, enable_gqa=True
+        )
+        return context.permute(2, 0, 1, 3).flatten(2)
 
 
 def _batches(step: int, length: int, microbatches: int) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -33,61 +33,35 @@ def run(*words: str, folder: str | None = None) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_nothing_is_pinned():
-    """A CUDA build of torch without a driver: it would pin memory for a GPU, and fail."""
-    program = """
-        import torch
-
-        def pin(*_, **__):
-            raise RuntimeError("Found no NVIDIA driver on your system")
-
-        torch.Tensor.pin_memory = pin
-        torch.accelerator.is_available = lambda: torch.cuda.is_available()
-        from flux_megatron.integration.cpu_pretrain import pretend_gpu
-
-        pretend_gpu()
-        batches = torch.utils.data.DataLoader([1, 2, 3], batch_size=3, pin_memory=True)
-        assert next(iter(batches)).tolist() == [1, 2, 3]
-        assert torch.empty(2, pin_memory=True, device="cuda").shape == (2,)
+def test_a_cuda_build_of_torch_asks_no_driver():
+    """It would pin memory for a GPU, and optimizers look for the stream of the accelerator. And a
+    loader draws nothing at its start: a resumed run would have other numbers than a straight one.
     """
-    run("-c", textwrap.dedent(program))
-
-
-def test_an_optimizer_asks_no_driver():
-    """It looks for the stream of the accelerator, which a CUDA build of torch takes for there."""
     program = """
         import torch
 
-        def stream(*_):
+        def ask(*_, **__):
             raise RuntimeError("Found no NVIDIA driver on your system")
 
         cuda = torch.device("cuda")
+        torch.Tensor.pin_memory = torch.accelerator.current_stream = ask
         torch.accelerator.is_available = lambda: torch.cuda.is_available()
         torch.accelerator.current_accelerator = lambda check_available=False: cuda
-        torch.accelerator.current_stream = stream
         from flux_megatron.integration.cpu_pretrain import pretend_gpu
 
         pretend_gpu()
+        before = torch.get_rng_state()
+        batches = torch.utils.data.DataLoader([1, 2, 3], batch_size=3, pin_memory=True)
+        assert next(iter(batches)).tolist() == [1, 2, 3]
+        assert [*torch.utils.data.DataLoader([1, 2])] == [torch.tensor([1]), torch.tensor([2])]
+        assert torch.equal(before, torch.get_rng_state())
+        assert torch.empty(2, pin_memory=True, device="cuda").shape == (2,)
         for kind in (torch.optim.AdamW, torch.optim.SGD):
             weight = torch.nn.Parameter(torch.ones(2))
             optimizer = kind([weight], lr=0.1)
             weight.grad = torch.ones(2)
             optimizer.step()
             assert weight[0] < 1
-    """
-    run("-c", textwrap.dedent(program))
-
-
-def test_a_loader_draws_nothing_that_dropout_draws():
-    """It draws at its start, so a resumed run would have other numbers than a straight one."""
-    program = """
-        import torch
-        from flux_megatron.integration.cpu_pretrain import pretend_gpu
-
-        pretend_gpu()
-        before = torch.get_rng_state()
-        assert [*torch.utils.data.DataLoader([1, 2])] == [torch.tensor([1]), torch.tensor([2])]
-        assert torch.equal(before, torch.get_rng_state())
     """
     run("-c", textwrap.dedent(program))
 

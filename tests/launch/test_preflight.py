@@ -51,6 +51,9 @@ def test_sound_node_is_fit(smi):
     assert of("unfit") == of("not checked") == []
     assert len(of("ok")) == len(SOUND)
     assert len(of("ok", link="pcie")) == len(SOUND) - 2
+    smi({"--errorcounters": "GPU 0: A\n\t Link 0: Replay Errors: 4\n"})
+    assert of("note") == ["GPU 0: NVLink 0: 4 Replay errors"]
+    assert of("unfit") == []
 
 
 UNFIT = {
@@ -79,12 +82,6 @@ def test_unfit_node_says_why(smi, case):
     assert expected in found
 
 
-def test_replays_are_noted(smi):
-    smi({"--errorcounters": "GPU 0: A\n\t Link 0: Replay Errors: 4\n"})
-    assert of("note") == ["GPU 0: NVLink 0: 4 Replay errors"]
-    assert of("unfit") == []
-
-
 @pytest.mark.parametrize("question", SOUND)
 def test_what_cannot_be_asked_is_not_passed(smi, question):
     smi({question: None})
@@ -92,12 +89,9 @@ def test_what_cannot_be_asked_is_not_passed(smi, question):
     assert len(of("ok")) == len(SOUND) - 1
 
 
-def test_gpu_that_knows_no_errors_is_not_passed(smi):
+def test_what_has_no_answer_is_not_passed(smi, monkeypatch):
     smi({"ecc.errors.uncorrected.volatile.total": "0, [N/A]\n1, [N/A]\n"})
     assert "GPU 0, 1 has no ecc.errors" in of("not checked")[0]
-
-
-def test_machine_without_nvidia_smi_says_so(monkeypatch):
     monkeypatch.setattr(gpus.shutil, "which", lambda name: None)
     assert of("not checked") == ["errors, links and clocks of GPUs: no nvidia-smi"]
 
@@ -143,12 +137,8 @@ def test_commands_are_bounded():
 
 
 def test_verdict_is_one_line(tmp_path, monkeypatch):
-    findings = [
-        Finding("ok", "a"),
-        Finding("unfit", "b"),
-        Finding("not checked", "c"),
-        Finding("unfit", "d"),
-    ]
+    given = ("ok", "a"), ("unfit", "b"), ("not checked", "c"), ("unfit", "d")
+    findings = [Finding(*each) for each in given]
     assert verdict(findings) == "unfit: b; d; not checked: c"
     assert verdict(findings[:1]) == "fit"
     monkeypatch.setattr(gpus.shutil, "which", lambda name: None)
