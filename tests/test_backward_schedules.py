@@ -60,7 +60,6 @@ def test_the_plan_of_dgrad_says_how_x_is_gathered_before_it(rank):
 
 @on_device_ranks(2, environment=FUSED | {"FLUX_MEGATRON_TIMEOUT_S": "2"})
 def test_a_gather_on_one_rank_only_is_reported(rank):
-    """One rank's backward gathers x, the other's does not."""
     made = layer("column", 2, torch.float32, (5, 3), 7, 9, False)
     y = apply(made, *mine(made, rank, "xw" if rank else "x"))
     dist.barrier()

@@ -137,7 +137,6 @@ def test_descriptions_of_calls_are_bounded(rank):
 
 @on_cpu_ranks(2)
 def test_keys_of_questions_are_taken_back(rank):
-    """How many keys the job's store has after each question."""
     agreement = workspace(dist.group.WORLD, here()).agreement
     store, counts = dist.distributed_c10d._get_default_store(), set()
     for number in range(20):

@@ -132,7 +132,6 @@ def test_a_missing_signal_is_explained_by_the_failure(rank):
 
 @on_device_ranks(2, environment=SHORT)
 def test_errors_before_a_call_break_nothing(rank):
-    """What is refused before it begins breaks nothing."""
     x, w = torch.ones(6, 4, device=DEVICE), torch.ones(8, 4, device=DEVICE)
     group = dist.group.WORLD
     scatter = ops.start_gemm_rs(x, w, group)

@@ -202,6 +202,7 @@ def program(space: Space) -> CallProgram:
 
 
 def streams(space: Space) -> list[tuple]:
+    """What was done in which stream, which is then forgotten."""
     return [one[:2] for one in space.driver.done()]
 
 
@@ -214,7 +215,7 @@ LAST = [("copy", CALLERS), *JOIN]
 
 def test_the_first_call_is_a_list_as_soon_as_its_kernels_are_compiled(space):
     triton_launch.launches.clear()
-    by_c, places = [], []
+    by_c = []
     for number in range(5):
         x, w = operands(number)
         y = by_kernel(x, w, "nt", PLAN, space)
@@ -230,7 +231,6 @@ def test_the_first_call_is_a_list_as_soon_as_its_kernels_are_compiled(space):
             pieces = [int.from_bytes(data[n : n + 8], "little") for n in range(0, len(data), 8)]
             addresses = [one.data_ptr() for one in (x, y, at.rows, at.fixed[0])]
             assert pieces == [*addresses, epoch << 32 | 2, 64, 0, 0]
-        places.append(y.data_ptr())
     assert by_c == [False] + [True] * 4, "Triton has compiled it in the first"
     assert triton_launch.launches == {"stand_in": 5}
     other = by_kernel(torch.ones(2 * M, K), operands(1)[1], "nt", PLAN, space)

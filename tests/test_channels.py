@@ -205,7 +205,6 @@ def test_captured_calls_have_a_part_of_their_own(rank):
 @pytest.mark.skipif(DEVICE == "cuda", reason="a call that only seems captured runs at once on CPU")
 @on_device_ranks(2, environment={"FLUX_MEGATRON_TIMEOUT_S": "1"})
 def test_a_rank_that_does_not_come_to_a_captured_call_is_named(rank):
-    """Rank 1 does not come to a captured call."""
     check(Case("gemm_rs", 5, 4, 3))
     if rank == 1:
         return

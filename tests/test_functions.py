@@ -44,7 +44,6 @@ def test_exact_forward_and_backward(rank, strategy):
 
 @on_device_ranks(2, environment=FUSED)
 def test_what_needs_no_gradient_costs_nothing(rank):
-    """What needs no gradient is not gathered, not computed and not kept."""
     R = dist.get_world_size()
     sizes = ((5, 3), 7, 9)
     first = layer("column", R, torch.float32, *sizes, True)
