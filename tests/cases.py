@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_exact, assert_sums_exact, small_integers
@@ -145,3 +146,13 @@ def check(case: Case, group: ProcessGroup | None = None) -> None:
     group = group or dist.group.WORLD
     given = operands(case, group.size())
     assert_exact(call(case, given, group), given.expected[group.rank()], str(case))
+
+
+def assert_refused(rows: list[tuple]) -> None:
+    """Rows of operations of the world, what each is given, and words of its message."""
+    for operations, given, options, *words in rows:
+        for operation in operations:
+            with pytest.raises(ValueError, match=r"given|cannot run") as caught:
+                operation(*given, group=dist.group.WORLD, **options)
+            for word in words:
+                assert word in str(caught.value), f"{operation}: {word!r} not in {caught.value}"

@@ -36,22 +36,10 @@ class Ranks:
         # spawned processes look for a queue's semaphores by name, so the queues have to stay
         self._ports, self._results = context.SimpleQueue(), context.SimpleQueue()
         self._work = [context.SimpleQueue() for _ in range(world_size)]
+        told = world_size, device, dict(environment), work, self._ports, self._results
         self._processes = [
-            context.Process(
-                target=_rank_main,
-                args=(
-                    r,
-                    world_size,
-                    device,
-                    dict(environment),
-                    work,
-                    self._ports,
-                    given,
-                    self._results,
-                ),
-                daemon=True,
-            )
-            for r, given in enumerate(self._work)
+            context.Process(target=_rank_main, args=(rank, given, *told), daemon=True)
+            for rank, given in enumerate(self._work)
         ]
         for process in self._processes:
             process.start()
@@ -72,9 +60,8 @@ class Ranks:
         failed = [f"rank {r}:\n{value}" for r, (ok, value) in sorted(outcomes.items()) if not ok]
         missing = [
             f"rank {rank}: no answer (exit code {process.exitcode})"
-            for rank, process in enumerate(self._processes)
-            if rank not in outcomes
-        ]
+            for rank, process in enumerate(self._processes) if rank not in outcomes
+        ]  # fmt: skip
         if missing or failed:
             raise RankFailure("\n".join(failed + missing))
         return [outcomes[rank][1] for rank in range(len(self._processes))]
@@ -113,8 +100,8 @@ class Ranks:
 
 
 def _rank_main(
-    rank: int, world_size: int, device: str, environment: dict[str, str], work: Work | None,
-    ports: Any, given: Any, results: Any,
+    rank: int, given: Any, world_size: int, device: str, environment: dict[str, str],
+    work: Work | None, ports: Any, results: Any,
 ) -> None:  # fmt: skip
     port = ports.get()
     os.environ.update(

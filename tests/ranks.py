@@ -29,19 +29,6 @@ import torch
 import torch.multiprocessing as mp
 from rank_process import RankFailure, Ranks
 
-__all__ = [
-    "DEVICE",
-    "FUSED",
-    "GPU_RANKS",
-    "RankFailure",
-    "be_late",
-    "here",
-    "on_cpu_ranks",
-    "on_device",
-    "on_device_ranks",
-    "run_ranks",
-]
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHARED = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
 GPU_RANKS = torch.cuda.device_count()  # that tests may start

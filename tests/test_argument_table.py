@@ -90,11 +90,8 @@ def exists(test: str) -> bool:
     name, _, feature = name.partition("[")
     if not (TESTS / file).is_file() or not name:
         return False
-    functions = [
-        n.name
-        for n in ast.walk(ast.parse((TESTS / file).read_text()))
-        if isinstance(n, ast.FunctionDef)
-    ]
+    nodes = ast.walk(ast.parse((TESTS / file).read_text()))
+    functions = [node.name for node in nodes if isinstance(node, ast.FunctionDef)]
     return name in functions and (not feature or f'"{feature.rstrip("]")}": Feature(' in FEATURES)
 
 

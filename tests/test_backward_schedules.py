@@ -28,23 +28,18 @@ STRATEGIES = ["fused", "pipelined", "sequential"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def _noted(started: list[str], strategy: ModuleType, name: str) -> Callable:
-    function = getattr(strategy, name)
-
-    def noted(*given: object) -> object:
-        started.append(f"{strategy.__name__.rpartition('.')[2]}.{name}")
-        return function(*given)
-
-    return noted
-
-
 @on_device_ranks(2)
 def test_the_plan_of_dgrad_says_how_x_is_gathered_before_it(rank):
     """What a column layer's backward starts where its forward and its dgrad have two strategies."""
     started: list[str] = []
+
+    def noted(strategy: ModuleType, name: str) -> Callable:
+        function, said = getattr(strategy, name), f"{strategy.__name__.rpartition('.')[2]}.{name}"
+        return lambda *given: (started.append(said), function(*given))[1]
+
     for strategy in (sequential, fused, pipelined):
         for name in ("start_gather", "start_gemm_rs"):
-            setattr(strategy, name, _noted(started, strategy, name))
+            setattr(strategy, name, noted(strategy, name))
     for gathers, scatters in itertools.permutations(["sequential", "fused", "pipelined"], 2):
         space = workspace(dist.group.WORLD, here())
         space.checked.clear()
@@ -65,7 +60,6 @@ def test_the_plan_of_dgrad_says_how_x_is_gathered_before_it(rank):
 
 @on_device_ranks(2, environment=FUSED | {"FLUX_MEGATRON_TIMEOUT_S": "2"})
 def test_a_gather_on_one_rank_only_is_reported(rank):
-    """One rank's backward gathers x, the other's does not."""
     made = layer("column", 2, torch.float32, (5, 3), 7, 9, False)
     y = apply(made, *mine(made, rank, "xw" if rank else "x"))
     dist.barrier()
@@ -86,12 +80,8 @@ def test_a_gather_on_one_rank_only_is_reported(rank):
 def test_custom_wgrad(rank):
     """A wgrad that accumulates elsewhere sees all rows and leaves the weight without gradient."""
     R = dist.get_world_size()
-    for kind, save_gathered in (
-        ("column", False),
-        ("column", True),
-        ("row", False),
-        ("local", False),
-    ):
+    gathered = {"save_gathered": True}
+    for kind, options in (("column", {}), ("column", gathered), ("row", {}), ("local", {})):
         made = layer(kind, R, torch.float32, (5, 3), 7, 9, False)
         x, w, bias = mine(made, rank)
         main_grad = torch.ones_like(w)
@@ -100,7 +90,6 @@ def test_custom_wgrad(rank):
             assert weight.data_ptr() == w.data_ptr()
             accumulate_wgrad_by_torch(main_grad, dy, x)
 
-        options = {"save_gathered": True} if save_gathered else {}
         y = apply(made, x, w, bias, wgrad=accumulate, **options)
         for times in (1, 2):
             y.backward(made.dy[rank].to(DEVICE), retain_graph=True)
@@ -120,15 +109,14 @@ def test_deferred_wgrad(rank):
         y = apply(made, x, w, bias, dy_buffer=buffer)
         assert buffer == []
         y.backward(made.dy[rank].to(DEVICE))
-        assert_exact(buffer[0].view(made.dy[rank].shape), made.dy[rank], kind)
-        assert len(buffer) == 1
+        (dy,) = buffer
+        assert_exact(dy.view(made.dy[rank].shape), made.dy[rank], kind)
         assert w.grad is None
         assert_exact(x.grad, made.dx[rank], kind)
         assert_exact(bias.grad, made.db[rank], kind)
         y = apply(made, *mine(made, rank), dy_buffer=[])
         assert y.grad_fn.saved_tensors[0] is None
-        frozen = mine(made, rank, "x")
-        apply(made, *frozen, dy_buffer=buffer).backward(made.dy[rank].to(DEVICE))
+        apply(made, *mine(made, rank, "x"), dy_buffer=buffer).backward(made.dy[rank].to(DEVICE))
         assert len(buffer) == 1
     made = layer("column", R, torch.float32, (5, 3), 7, 9, False)
 
@@ -163,7 +151,6 @@ def test_layers_of_whole_tokens(rank, strategy, rows):
         y.backward(made.dy[rank].to(DEVICE))  # its own on each rank: dx and dw sum nothing
         assert_exact(x.grad, made.dx[rank])
         assert_exact(w.grad, made.dw[rank])
-    report = flux_megatron.report()
     report = flux_megatron.report()
     ran = strategy if group.size() > 1 and rows == 3 else "sequential"
     assert report.calls == {("gemm_ar", ran): 2 * len(DTYPES)}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from bench_run import run_here
+from bench_run import rows_of, run_here
+from races import agreed
 from ranks import DEVICE, on_cpu_ranks, run_ranks
 
 from flux_megatron.embedding import operation
@@ -28,8 +29,8 @@ from flux_megatron.lab.bench.options import OperationOptions
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="needs interpreted kernels")
 
 
-def measured(rank: int, names: tuple[str, ...], out: Path) -> None:
-    options = OperationOptions(names, out=str(out), rounds=2, device="cpu")
+def measured(rank: int, name: str, out: Path) -> None:
+    options = OperationOptions((name,), out=str(out), rounds=2, device="cpu")
     with (
         mock.patch.object(gemv_all_reduce, "CALLS", 1),
         mock.patch.dict(gemv_all_reduce.SIZES, {"one": (2048, 4096)}, clear=True),
@@ -37,30 +38,42 @@ def measured(rank: int, names: tuple[str, ...], out: Path) -> None:
         operations.measure_all(options, run_here(out))
 
 
-def rows_of(out: Path) -> list[dict]:
-    return [json.loads(line) for line in out.read_text().splitlines()]
+def refused(rank: int, name: str, out: Path) -> str:
+    """Why no rank has measured an operation; the same on all."""
+    with pytest.raises(ArithmeticError) as error:
+        measured(rank, name, out)
+    assert not out.exists()
+    return agreed(str(error.value))
 
 
-def test_rows_of_few_rows(tmp_path):
-    out = tmp_path / "rows.jsonl"
-    run_ranks(measured, 2, ("gemv_all_reduce",), out)
-    rows = rows_of(out)
-    names = [(row["case"], row["M"], row["candidate"].split()[0]) for row in rows]
+@pytest.fixture
+def rows(tmp_path):
+    """Rows of an operation."""
+
+    def run(name: str) -> list[SimpleNamespace]:
+        run_ranks(measured, 2, name, tmp_path / "rows.jsonl")
+        return rows_of(tmp_path / "rows.jsonl")
+
+    return run
+
+
+def test_rows_of_few_rows(rows):
+    found = rows("gemv_all_reduce")
+    names = [(row.case, row.M, row.candidate.split()[0]) for row in found]
     cases = [("one", 1), ("one", 4), ("all-reduce alone", 6)]
     assert names == [(*case, name) for case in cases for name in ("mm", "mm", "low_latency")]
-    assert all(row["us"] > 0 and len(row["times_us"]) == 2 for row in rows)
-    assert {row["commit"] for row in rows} == {"none"}
+    assert all(row.us > 0 and len(row.times_us) == 2 for row in found)
+    assert {row.commit for row in found} == {"none"}
 
 
-def test_rows_of_embeddings(tmp_path):
-    out = tmp_path / "rows.jsonl"
-    run_ranks(measured, 2, ("embedding_all_to_all",), out)
-    seen = [(row["dtype"], row["direction"], row["candidate"]) for row in rows_of(out)]
+def test_rows_of_embeddings(rows):
+    seen = [(row.dtype, row.direction, row.candidate) for row in rows("embedding_all_to_all")]
     dtypes, directions = ("float32", "bfloat16"), ("forward", "backward")
     assert seen == [*product(dtypes, directions, embedding_all_to_all.NAMES)]
 
 
-def shifted(rank: int, out: Path) -> str:
+@on_cpu_ranks(2)
+def test_few_rows_that_are_wrong_have_no_times(rank, tmp_path):
     """One result of rank 1 is off by one."""
     results = []
     call = gemv_all_reduce.ops.gemm_all_reduce
@@ -69,41 +82,20 @@ def shifted(rank: int, out: Path) -> str:
         results.append(call(*given, **options))
         return results[-1] + (rank == 1 and len(results) == 3)
 
-    with (
-        mock.patch.object(gemv_all_reduce.ops, "gemm_all_reduce", off_by_one),
-        pytest.raises(ArithmeticError) as error,
-    ):
-        measured(rank, ("gemv_all_reduce",), out)
-    return str(error.value)
+    with mock.patch.object(gemv_all_reduce.ops, "gemm_all_reduce", off_by_one):
+        said = refused(rank, "gemv_all_reduce", tmp_path / "rows.jsonl")
+    assert said.startswith("gemv_all_reduce, one, M = 1, N = 8, K = 16: low_latency")
+    assert "call 2: rank 1: ArithmeticError: 8 of 8 elements of y are wrong" in said
 
 
-def test_few_rows_that_are_wrong_have_no_times(tmp_path):
-    first, second = run_ranks(shifted, 2, tmp_path / "rows.jsonl")
-    assert first == second
-    assert first.startswith("gemv_all_reduce, one, M = 1, N = 8, K = 16: low_latency")
-    assert "call 2: rank 1: ArithmeticError: 8 of 8 elements of y are wrong" in first
-    assert not (tmp_path / "rows.jsonl").exists()
-
-
-def halved(rank: int, out: Path) -> str:
-    """Embeddings whose results are wrong on rank 1."""
+@on_cpu_ranks(2)
+def test_a_wrong_embedding_has_no_times(rank, tmp_path):
+    """Results are wrong on rank 1."""
     pooled = operation.fused_bags.forward
-
-    def broken(*given):
-        return pooled(*given) / (2 if rank == 1 else 1)
-
-    operation.fused_bags.forward = broken
-    with pytest.raises(ArithmeticError) as error:
-        measured(rank, ("embedding_all_to_all",), out)
-    return str(error.value)
-
-
-def test_a_wrong_embedding_has_no_times(tmp_path):
-    first, second = run_ranks(halved, 2, tmp_path / "rows.jsonl")
-    assert first == second
-    assert "fused, call 0: rank 1: ArithmeticError: " in first
-    assert "elements of y are wrong" in first
-    assert not (tmp_path / "rows.jsonl").exists()
+    operation.fused_bags.forward = lambda *given: pooled(*given) / (2 if rank == 1 else 1)
+    said = refused(rank, "embedding_all_to_all", tmp_path / "rows.jsonl")
+    assert "fused, call 0: rank 1: ArithmeticError: " in said
+    assert "elements of y are wrong" in said
 
 
 def _of_experts(rank: int, rows: list) -> list[dict]:
@@ -132,7 +124,6 @@ def test_rows_of_all_candidates():
 
 @on_cpu_ranks(2)
 def test_the_baseline_computes_the_same(rank):
-    """The baseline computes what is timed beside it, backward too."""
     run = run_here()
     work = Work(replace(SMALL[0], tokens=8), run)
     known, plan = work.known, work.plans["fused"]
@@ -143,14 +134,13 @@ def test_the_baseline_computes_the_same(rank):
     dz, dv = torch.autograd.grad(y, (z, v), work.dy)
     with torch.no_grad():
         rows = known.exchange(x, known.sent, known.received)[known.order]
-        plain = {
-            "hidden": (hidden[: work.came], known.a2a_gemm(x, w)),
-            "y": (y, known.gemm_a2a(z, v)),
-        }
         right_dx, right_dw = known.a2a_gemm_backward(work.dh[: work.came], w, rows)
         right_dz, right_dv = known.gemm_a2a_backward(work.dy, v, z[: work.came])
-    plain |= {"dx": (dx, right_dx), "dw": (dw, right_dw)}
-    plain |= {"dz": (dz[: work.came], right_dz), "dv": (dv, right_dv)}
+        plain = {
+            "hidden": (hidden[: work.came], known.a2a_gemm(x, w)), "y": (y, known.gemm_a2a(z, v)),
+            "dx": (dx, right_dx), "dw": (dw, right_dw), "dz": (dz[: work.came], right_dz),
+            "dv": (dv, right_dv),
+        }  # fmt: skip
     for name, (ours, right) in plain.items():
         torch.testing.assert_close(ours, right, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -166,17 +156,11 @@ def test_a_wrong_gradient_is_not_of_experts(rank):
 @on_cpu_ranks(2)
 def test_a_wrong_result_is_not_of_experts(rank, tmp_path):
     """Rows of rank 1's kernel are wrong, so no rank times anything."""
-    out = tmp_path / "rows.jsonl"
     made = fused.a2a_gemm_kernels.a2a_gemm
     fused.a2a_gemm_kernels.a2a_gemm = lambda *operands, **more: made(*operands, **more) + rank
-    options = OperationOptions(("expert_all_to_all",), out=str(out), device="cpu")
-    with pytest.raises(ArithmeticError) as error:
-        operations.measure_all(options, run_here(out))
-    case = f"expert_all_to_all, {SMALL[0]}: fused, call 0: "
-    assert str(error.value).startswith(case)
-    of_rank_1 = str(error.value).partition("rank 1: ")[2]
-    assert "elements of hidden are wrong" in of_rank_1
-    assert not out.exists()
+    said = refused(rank, "expert_all_to_all", tmp_path / "rows.jsonl")
+    assert said.startswith(f"expert_all_to_all, {SMALL[0]}: fused, call 0: ")
+    assert "elements of hidden are wrong" in said.partition("rank 1: ")[2]
 
 
 @pytest.mark.parametrize("wrong", ["signalled", "sequential"])

@@ -20,10 +20,11 @@ from bench_run import rows_of, run_here
 from races import agreed
 from ranks import DEVICE, on_cpu_ranks, run_ranks
 
-from flux_megatron import report, reset_report
+from flux_megatron import report, reset_report, settings
 from flux_megatron.lab.bench import provenance, records, runner, suites
 from flux_megatron.lab.bench.backward import Backward
 from flux_megatron.lab.bench.candidates import Candidate, with_strategy
+from flux_megatron.lab.bench.competitors import transformer_engine
 from flux_megatron.lab.bench.competitors.transformer_engine import TransformerEngine
 from flux_megatron.lab.bench.forward import Forward
 from flux_megatron.lab.bench.options import Options
@@ -44,14 +45,9 @@ def tiny(pattern, op, M=32):
 @interpreted
 @pytest.mark.parametrize(
     ("pattern", "op"),
-    [
-        ("ag_gemm", "fc2 dgrad"),
-        ("gemm_rs", "proj"),
-        ("backward", "qkv"),
-        ("backward", "fc2"),
-        ("backward_ar", "qkv"),
-    ],
-)
+    [("ag_gemm", "fc2 dgrad"), ("gemm_rs", "proj"), ("backward", "qkv"), ("backward", "fc2"),
+     ("backward_ar", "qkv")],
+)  # fmt: skip
 @on_cpu_ranks(2)
 def test_only_right_results_are_timed(rank, pattern, op):
     kind = runner.KINDS.get(pattern, Forward)
@@ -84,18 +80,11 @@ def test_only_right_results_are_timed(rank, pattern, op):
     candidates = [*given.values(), *(Candidate(name, "peer", call) for name, call in bad.items())]
     found = agreed(examine(experiment, candidates, dist.group.WORLD))
     right = {name for name, verdict in found.items() if verdict.right}
-    assert right == {
-        "gemm",
-        "serial",
-        "serial_again",
-        "fused",
-        "pipelined",
-        "signalled",
-        "sequential",
-        "auto",
-        *(["megatron"] if pattern in suites.BACKWARDS else []),
+    theirs = {"megatron"} if pattern in suites.BACKWARDS else set()
+    assert right == theirs | {
+        "gemm", "serial", "serial_again", "fused", "pipelined", "signalled", "sequential", "auto",
         "low_latency",
-    }
+    }  # fmt: skip
     assert found["fails on rank 1"].failure == "rank 1: ValueError: not on this rank"
     assert "expected" in found["wrong shape"].failure
     assert found["not a number"].errors[0] == float("inf")
@@ -132,6 +121,14 @@ def options(file, **changed):
     return replace(given, **changed)
 
 
+def by_case(rows):
+    """Rows of each case by their candidates."""
+    cases = {}
+    for row in rows:
+        cases.setdefault(case_of(row), {})[row.candidate] = row
+    return cases
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """Rows of a tiny run of everything."""
@@ -145,12 +142,9 @@ def measured(tmp_path_factory):
 
 @interpreted
 def test_every_candidate_of_every_case_has_a_row(measured):
-    rows = rows_of(measured)
-    by_case = {}
-    for row in rows:
-        by_case.setdefault(case_of(row), {})[row.candidate] = row
-    assert [*by_case] == [(c.suite, c.pattern, c.op, c.M) for c in options("").cases()]
-    for (_, pattern, _, _), group in by_case.items():
+    found = by_case(rows_of(measured))
+    assert [*found] == [case_of(case) for case in options("").cases()]
+    for (_, pattern, _, _), group in found.items():
         expected = {"gemm", "serial", "serial_again", "auto", "sequential"}
         expected |= {n for of in suites.PEERS.values() for n in of.get(pattern, ())}
         assert expected <= group.keys()
@@ -170,52 +164,56 @@ def test_rows_tell_where_they_come_from(measured):
     plans = [row.plan for row in rows if row.candidate == "fused" and row.pattern == "gemm_rs"]
     assert {plan["strategy"] for plan in plans} == {"fused"}
     text = measured.read_text()
-    assert os.uname().nodename not in text
-    assert str(Path.cwd()) not in text
-    assert "NaN" not in text
+    for absent in (os.uname().nodename, str(Path.cwd()), "NaN"):
+        assert absent not in text
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Rows of a run with other options, and what it has shown."""
+
+    def run(**changed):
+        file = tmp_path / "rows.jsonl"
+        shown, _ = run_ranks(_run, 2, options(file, **changed))
+        return rows_of(file), shown
+
+    return run
 
 
 @interpreted
-def test_chosen_candidates_and_their_baselines(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    run_ranks(_run, 2, options(file, patterns=("ag_gemm",), candidates=("pipelined",)))
-    names = {row.candidate for row in rows_of(file)}
+def test_chosen_candidates_and_their_baselines(rows):
+    found, _ = rows(patterns=("ag_gemm",), candidates=("pipelined",))
+    names = {row.candidate for row in found}
     assert names == {"gemm", "ours_gemm", "serial", "serial_again", "pipelined"}
 
 
 @interpreted
-def test_every_plan_of_a_shape(tmp_path):
-    file = tmp_path / "rows.jsonl"
+def test_every_plan_of_a_shape(rows):
     patterns = ("ag_gemm", "gemm_rs", "gemm_ar")
     shapes = tuple(f"{pattern} 4x6x8" for pattern in patterns)
-    run_ranks(_run, 2, options(file, shapes=shapes, all_plans=True, candidates=("auto",)))
-    rows = rows_of(file)
-    cases = [(row.pattern, row.M, row.N_local, row.K_local) for row in rows]
+    found, _ = rows(shapes=shapes, all_plans=True, candidates=("auto",))
+    cases = [(row.pattern, row.M, row.N_local, row.K_local) for row in found]
     assert [*dict.fromkeys(cases)] == [(pattern, 4, 6, 8) for pattern in patterns]
     for pattern in patterns:
-        plans = [row for row in rows if row.pattern == pattern and " " in row.candidate]
-        strategies = {row.plan["strategy"] for row in plans}
-        assert strategies >= {"fused", "low_latency"}
+        plans = [row for row in found if row.pattern == pattern and " " in row.candidate]
+        assert {row.plan["strategy"] for row in plans} >= {"fused", "low_latency"}
         assert all(row.status == records.OK and row.efficiency is not None for row in plans)
 
 
 @interpreted
-def test_a_case_beside_others_too(tmp_path, monkeypatch):
-    file = tmp_path / "rows.jsonl"
+def test_a_case_beside_others_too(rows, tmp_path, monkeypatch):
     monkeypatch.setenv("FLUX_MEGATRON_CACHE", str(tmp_path))
-    asked = options(file, patterns=("ag_gemm",), candidates=("auto", "pipelined"), beside=True)
-    shown, _ = run_ranks(_run, 2, asked)
+    asked = {"patterns": ("ag_gemm",), "candidates": ("auto", "pipelined"), "beside": True}
+    found, shown = rows(**asked)
     heads = [line.partition(": gemm ")[0] for line in shown.splitlines() if " of 4: " in line]
-    cases = [f"{number} of 4: {case}" for number, case in enumerate(asked.cases(), start=1)]
+    cases = [
+        f"{number} of 4: {case}" for number, case in enumerate(options("", **asked).cases(), 1)
+    ]
     assert heads == [case + beside for case in cases for beside in ("", ", beside")]
-    rows = rows_of(file)
-    alone, beside = ({}, {})
-    for row in rows:
-        (beside if row.beside else alone).setdefault(case_of(row), {})[row.candidate] = row
+    alone, beside = (by_case(row for row in found if row.beside == is_) for is_ in (False, True))
     assert [*alone] == [*beside]
-    assert len(rows) == sum(len(group) for group in [*alone.values(), *beside.values()])
-    for key, group in alone.items():
-        with_others = beside[key]
+    assert len(found) == sum(len(group) for group in [*alone.values(), *beside.values()])
+    for group, with_others in zip(alone.values(), beside.values(), strict=True):
         assert [*group] == [*with_others]
         assert group["serial"].serial_us != with_others["serial"].serial_us
         assert all(row.status == records.OK for row in with_others.values() if row.times_us)
@@ -224,8 +222,7 @@ def test_a_case_beside_others_too(tmp_path, monkeypatch):
         expected = 1 - (auto.median_us - auto.gemm_us) / exposed if exposed > 0 else None
         assert auto.efficiency == pytest.approx(expected, abs=0.01)
         # nothing was measured: the first strategy, which may run beside others too
-        assert group["auto"].plan["strategy"] == "fused"
-        assert with_others["auto"].plan["strategy"] == "fused"
+        assert group["auto"].plan["strategy"] == auto.plan["strategy"] == "fused"
 
 
 @interpreted
@@ -236,16 +233,15 @@ def test_no_case_is_started_when_the_time_is_up(tmp_path):
 
 
 def test_the_command_starts_its_ranks(tmp_path):
-    file = tmp_path / "rows.jsonl"
     words = "bench --device cpu --scale 512 --tp 2 --M 32 --rounds 2 --pattern gemm_rs"
     done = subprocess.run(
         [sys.executable, "-m", "flux_megatron.cli", *words.split(), "--suite", "llama2-70b",
          "--candidates", "sequential,auto", "--out", str(tmp_path)],
-        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[1],
+        capture_output=True, text=True, timeout=120, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "auto" in done.stdout
-    assert len(rows_of(file)) == 4 * 6
+    assert len(rows_of(tmp_path / "rows.jsonl")) == 4 * 6
 
 
 def test_multicast_has_to_be_forbidden_to_every_library(monkeypatch):
@@ -260,8 +256,8 @@ def test_multicast_has_to_be_forbidden_to_every_library(monkeypatch):
 
 
 def test_userbuffers_refuse_to_make_multicast_objects(monkeypatch):
-    from flux_megatron.lab.bench.competitors import transformer_engine
-
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "not installed" in TransformerEngine().unavailable()
     monkeypatch.setattr(transformer_engine.util, "find_spec", lambda name: object())
     monkeypatch.setattr(transformer_engine, "import_module", lambda name: object())
     monkeypatch.delenv("UB_SKIPMC", raising=False)
@@ -270,14 +266,7 @@ def test_userbuffers_refuse_to_make_multicast_objects(monkeypatch):
     assert TransformerEngine().unavailable() is None
 
 
-def test_a_missing_peer_says_so(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "not installed" in TransformerEngine().unavailable()
-
-
 def test_a_strategy_is_set_for_its_call_only_once_it_changes(monkeypatch):
-    from flux_megatron import settings
-
     monkeypatch.setenv("FLUX_MEGATRON_STRATEGY", "sequential")
     settings.reload()
     assert with_strategy("fused", lambda: settings.get().strategy)() == ("fused",)

@@ -11,51 +11,50 @@ from flux_megatron.lab.bench.competitors import all_competitors
 from flux_megatron.lab.bench.options import Options
 from flux_megatron.lab.bench.records import Baselines, baselines
 
-# layer: N and K of one rank's GEMM at TP 4, and how the weight lies
-LOCAL = {
-    ("gpt3-175b", "ag_gemm"): {
-        "qkv": (9216, 12288, "nt"), "fc1": (12288, 12288, "nt"),
-        "proj dgrad": (3072, 12288, "nn"), "fc2 dgrad": (12288, 12288, "nn"),
+# N and K of one rank's GEMM at TP 4
+SIZES = {
+    "gpt3-175b": {
+        "qkv": (9216, 12288), "fc1": (12288, 12288), "proj": (12288, 3072), "fc2": (12288, 12288),
+        "qkv dgrad": (12288, 9216), "fc1 dgrad": (12288, 12288),
+        "proj dgrad": (3072, 12288), "fc2 dgrad": (12288, 12288),
     },
-    ("gpt3-175b", "gemm_rs"): {
-        "proj": (12288, 3072, "nt"), "fc2": (12288, 12288, "nt"),
-        "qkv dgrad": (12288, 9216, "nn"), "fc1 dgrad": (12288, 12288, "nn"),
-    },
-    ("gpt3-175b", "backward"): {
-        "qkv": (9216, 12288, "nn"), "fc1": (12288, 12288, "nn"),
-        "proj": (12288, 3072, "nn"), "fc2": (12288, 12288, "nn"),
-    },
-    ("gpt3-175b", "gemm_ar"): {"proj": (12288, 3072, "nt"), "fc2": (12288, 12288, "nt")},
-    ("gpt3-175b", "backward_ar"): {"qkv": (9216, 12288, "nn"), "fc1": (12288, 12288, "nn")},
-    ("llama2-70b", "ag_gemm"): {
-        "qkv": (2560, 8192, "nt"), "fc1": (14336, 8192, "nt"),
-        "proj dgrad": (2048, 8192, "nn"), "fc2 dgrad": (7168, 8192, "nn"),
-    },
-    ("llama2-70b", "gemm_rs"): {
-        "proj": (8192, 2048, "nt"), "fc2": (8192, 7168, "nt"),
-        "qkv dgrad": (8192, 2560, "nn"), "fc1 dgrad": (8192, 14336, "nn"),
-    },
-    ("llama2-70b", "backward"): {
-        "qkv": (2560, 8192, "nn"), "fc1": (14336, 8192, "nn"),
-        "proj": (8192, 2048, "nn"), "fc2": (8192, 7168, "nn"),
+    "llama2-70b": {
+        "qkv": (2560, 8192), "fc1": (14336, 8192), "proj": (8192, 2048), "fc2": (8192, 7168),
+        "qkv dgrad": (8192, 2560), "fc1 dgrad": (8192, 14336),
+        "proj dgrad": (2048, 8192), "fc2 dgrad": (7168, 8192),
     },
 }  # fmt: skip
+OPS = {
+    "ag_gemm": ("qkv", "fc1", "proj dgrad", "fc2 dgrad"),
+    "gemm_rs": ("proj", "fc2", "qkv dgrad", "fc1 dgrad"),
+    "backward": ("qkv", "fc1", "proj", "fc2"),
+    "gemm_ar": ("proj", "fc2"),
+    "backward_ar": ("qkv", "fc1"),
+}
+ALL = {(suite, pattern): ops for suite in SIZES for pattern, ops in OPS.items()}
 
 
-@pytest.mark.parametrize(("suite", "pattern"), LOCAL)
+@pytest.mark.parametrize(("suite", "pattern"), ALL)
 def test_shapes(suite, pattern):
     found = suites.cases(suite, pattern, (1024,), 4)
-    local = {case.op: (case.N_local, case.K_local, case.layout) for case in found}
-    assert local == LOCAL[suite, pattern]
-    assert len(found) == len(local)
-    assert {case.M for case in found} == {1024}
+    nn = [op for op in ALL[suite, pattern] if "dgrad" in op or "backward" in pattern]
+    assert [(case.op, (case.N_local, case.K_local), case.layout, case.M) for case in found] == [
+        (op, SIZES[suite][op], "nn" if op in nn else "nt", 1024) for op in ALL[suite, pattern]
+    ]
 
 
-def test_what_travels_has_the_hidden_size():
-    for case in suites.cases("llama2-70b", "ag_gemm", (64,), 4):
-        assert case.K == 8192
-    for case in suites.cases("llama2-70b", "gemm_rs", (64,), 4):
-        assert case.N == 8192
+@pytest.mark.parametrize(
+    ("suite", "pattern", "sizes"),
+    [
+        ("llama2-70b", "ag_gemm", {"K": 8192}),  # what travels has the hidden size
+        ("llama2-70b", "gemm_rs", {"N": 8192}),
+        ("gpt3-175b", "gemm_ar", {"M": 1}),  # whole tokens are not divided
+        ("gpt3-175b", "backward_ar", {"M": 1}),
+    ],
+)
+def test_global_sizes(suite, pattern, sizes):
+    for case in suites.cases(suite, pattern, (sizes.get("M", 64),), 8):
+        assert {name: getattr(case, name) for name in sizes} == sizes
 
 
 def test_the_papers_operators_have_its_global_sizes():
@@ -63,11 +62,6 @@ def test_the_papers_operators_have_its_global_sizes():
     for pattern, op, N, K in (("ag_gemm", "fc1", 49152, 12288), ("gemm_rs", "fc2", 12288, 49152)):
         (case,) = (c for c in suites.cases("gpt3-175b", pattern, (64,), 8) if c.op == op)
         assert (case.N, case.K) == (N, K)
-
-
-def test_whole_tokens_are_not_divided():
-    for pattern in ("gemm_ar", "backward_ar"):
-        assert {case.M for case in suites.cases("gpt3-175b", pattern, (1,), 4)} == {1}
 
 
 def test_cases_of_one_suite_and_M_come_together():

@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks, run_ranks
+from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
 
 from flux_megatron import errors, ops
 from flux_megatron.kernels.signalled_gemm import Band
 from flux_megatron.overlap import signalled
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import call_log, recent
-from flux_megatron.symm.buffer import Region
 from flux_megatron.symm.channel import Channel, rounded
 from flux_megatron.symm.recent import Recent
 from flux_megatron.symm.word_channel import WordChannel
@@ -52,62 +51,48 @@ def test_a_channel_grows_a_few_times():
     assert len({rounded(size) for size in range(2**20, 2**21, 1000)}) == 9
 
 
-@on_device_ranks(1)
-def test_a_slightly_larger_call_needs_no_growth(rank):
-    space = workspace(dist.group.WORLD, here())
-    begins(rank, Channel, 10**6)
-    regions = space.channels["gather"]._regions
-    begins(rank, Channel, 10**6 + 40_000)
-    assert space.channels["gather"]._regions is regions
-
-
 def begins(rank: int, kind: type[Channel], *sizes: int) -> None:
     space = workspace(dist.group.WORLD, here())
     for size in sizes:
         space.end(space.begin("words" if kind is WordChannel else "gather", size, kind))
 
 
+@on_device_ranks(1)
+def test_a_slightly_larger_call_needs_no_growth(rank):
+    begins(rank, Channel, 10**6)
+    channel = workspace(dist.group.WORLD, here()).channels["gather"]
+    regions = channel._regions
+    begins(rank, Channel, 10**6 + 40_000)
+    assert channel._regions is regions
+
+
 @on_device_ranks(2, limit_s=60)
 def test_ranks_that_disagree_about_a_growth_are_all_told(rank):
     begins(rank, Channel, 5000)
-    with pytest.raises(errors.ProblemMismatch) as raised:
+    said = r"rank 0: gather grows to 1000000 bytes.*rank 1: gather grows to 1000001 bytes"
+    with pytest.raises(errors.ProblemMismatch, match=said):
         begins(rank, Channel, (10**6, 10**6 + 1)[rank])
     begins(rank, Channel, 10**6)  # nothing is lost
-    text = str(raised.value)
-    assert "rank 0: gather grows to 1000000 bytes" in text
-    assert "rank 1: gather grows to 1000001 bytes" in text
 
 
-def grows_alone(rank: int) -> str:
+@on_cpu_ranks(2, limit_s=15)  # nobody waits for the deadline
+def test_a_rank_that_makes_another_call_ends_a_growth(rank):
     """Rank 1 makes a call that needs no more memory."""
     space = workspace(dist.group.WORLD, here())
     begins(rank, Channel, 5000)
     time.sleep(0.5 * rank)
     calls = (lambda: begins(rank, Channel, 10**6), lambda: space.note("a smaller call"))
-    with pytest.raises(errors.ProblemMismatch) as raised:
+    with pytest.raises(errors.ProblemMismatch, match="a smaller call"):
         calls[rank]()
-    return str(raised.value)
 
 
-def test_a_rank_that_makes_another_call_ends_a_growth():
-    began = time.monotonic()
-    for text in run_ranks(grows_alone, 2, limit_s=60):
-        assert "a smaller call" in text
-    assert time.monotonic() - began < 15, "nobody waits for the deadline"
-
-
-def comes_late(rank: int) -> str:
+@on_cpu_ranks(2, limit_s=30, environment={"FLUX_MEGATRON_TIMEOUT_S": "1"})
+def test_a_rank_that_comes_to_a_growth_when_the_others_have_left_is_told(rank):
     begins(rank, Channel, 5000)
     time.sleep(3 * rank)
-    with pytest.raises(errors.ProblemMismatch) as raised:
+    said = ("rank 1: no answer", "rank 0: refused: no answer of rank 1 within 1 s")[rank]
+    with pytest.raises(errors.ProblemMismatch, match=said):
         begins(rank, Channel, 10**6)
-    return str(raised.value)
-
-
-def test_a_rank_that_comes_to_a_growth_when_the_others_have_left_is_told():
-    early, late = run_ranks(comes_late, 2, limit_s=30, environment={"FLUX_MEGATRON_TIMEOUT_S": "1"})
-    assert "rank 1: no answer" in early
-    assert "rank 0: refused: no answer of rank 1 within 1 s" in late
 
 
 @pytest.mark.parametrize(("kind", "name"), [(Channel, "pipelined"), (WordChannel, "low_latency")])
@@ -124,8 +109,7 @@ def test_growth_frees_the_memory_before(rank, kind, name):
     known = [weakref.ref(one) for one in (*channel._regions, region._data, *region._data.shards)]
     del channel, region
     begins(rank, kind, 10**6)
-    alive = [one() is not None for one in known]
-    assert not any(alive)
+    assert not any(one() for one in known)
 
 
 def test_tables_of_bands_are_bounded_but_for_those_that_graphs_know(monkeypatch):
@@ -153,7 +137,6 @@ def test_descriptions_of_calls_are_bounded(rank):
 
 @on_cpu_ranks(2)
 def test_keys_of_questions_are_taken_back(rank):
-    """How many keys the job's store has after each question."""
     agreement = workspace(dist.group.WORLD, here()).agreement
     store, counts = dist.distributed_c10d._get_default_store(), set()
     for number in range(20):
@@ -181,16 +164,12 @@ def test_a_decision_that_was_dropped_asks_nobody(rank):
     assert asked == [True, False, False]
 
 
-def made(region: Region, size: int) -> int:
-    return size
-
-
 @on_device_ranks(1)
 def test_what_a_region_knows_of_shapes_is_bounded(rank):
     begins(rank, Channel, 5000)
     region = workspace(dist.group.WORLD, here()).channels["gather"]._regions[0]
     for size in range(2000):
-        region.prepared(made, size)
+        region.prepared(lambda region, size: size, size)
     assert len(region._prepared) == recent.LIMIT
 
 
@@ -198,13 +177,12 @@ def test_what_a_region_knows_of_shapes_is_bounded(rank):
 def test_what_is_kept_does_not_grow_with_the_number_of_shapes(rank):
     """Calls of ever more rows, then of fewer in any order: how much is kept of them."""
     space, plan = workspace(dist.group.WORLD, here()), Plan("pipelined")
-    count = SHAPES
-    order = [*range(1, count + 1), *random.Random(0).sample(range(1, count + 1), count)]
+    order = [*range(1, SHAPES + 1), *random.Random(0).sample(range(1, SHAPES + 1), SHAPES)]
     sizes, w = [], torch.ones(4, 2, device=DEVICE)
     for rows in order:
         x = torch.ones(2 * rows, 2, device=DEVICE)
         ops.all_gather_gemm(x[:rows], w, dist.group.WORLD, plan=plan)
         ops.gemm_reduce_scatter(x, w, dist.group.WORLD, plan=plan)
         sizes.append(space.size_bytes)
-    assert len({*sizes[count - 1 :]}) == 1, "memory follows the largest call and stays"
+    assert len({*sizes[SHAPES - 1 :]}) == 1, "memory follows the largest call and stays"
     assert len(space.checked) == SHAPES

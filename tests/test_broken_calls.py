@@ -4,6 +4,7 @@ every rank, and how soon.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from unittest import mock
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, check
-from ranks import DEVICE, FUSED, here, on_device, on_device_ranks
+from ranks import DEVICE, FUSED, here, on_device_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops
@@ -39,18 +40,18 @@ def fails(*given: torch.Tensor) -> None:
 
 def _layers(rank: int, kind: str) -> Callable[[], None]:
     """A call of which only rank 1 fails, in the middle."""
-    group = dist.group.WORLD
+    group, wgrad = dist.group.WORLD, fails if rank else None
     x, w = (torch.ones(s, device=DEVICE, requires_grad=True) for s in ((6, 4), (8, 4)))
     if kind == "consume":
         consume = fails if rank else (lambda rows: None)
         return lambda: ops.run_ag_gemm(x.detach(), w.detach(), None, group, consume=consume)
-    wgrad = fails if rank else None
-    layer = row_parallel_linear if kind == "row" else column_parallel_linear
     if kind == "frozen column":  # a gather alone
         x = x.detach()
-    given = (x, w) if kind == "row" else (x, w, None)
-    y = layer(*given, group=group, wgrad=wgrad)
-    return lambda: y.sum().backward()
+    if kind == "row":
+        y = row_parallel_linear(x, w, group=group, wgrad=wgrad)
+    else:
+        y = column_parallel_linear(x, w, None, group=group, wgrad=wgrad)
+    return y.sum().backward
 
 
 @pytest.mark.parametrize("kind", ["consume", "column", "frozen column", "row"])
@@ -65,20 +66,18 @@ def test_an_error_in_the_middle_is_reported_to_every_rank(rank, kind):
         with join as joined, pytest.raises(ZeroDivisionError):
             middle()
         assert joined.called, "pushes may still read what the call was given"
-        dist.barrier()
     else:
         middle()
-        dist.barrier()
+    dist.barrier()
     known, new = Case("ag_gemm", 6, 8, 4), Case("gemm_rs", 5, 7, 3)
-    message = [refused(errors.GroupBroken, lambda case=case: check(case)) for case in (new, known)]
+    for case in (new, known):
+        text = refused(errors.GroupBroken, lambda case=case: check(case))
+        assert "cannot be used any more: rank 1 failed in the middle of a call: " in text
+        assert text.endswith("ZeroDivisionError: no wgrad today")
     with pytest.raises(errors.GroupBroken):
         flux_megatron.confirm_step()
     assert len(workspace(group, here()).open_calls()) == rank * (2 if kind == "column" else 1)
-    other = dist.new_group([0, 1])
-    check(known, other)  # another group is as it was
-    for text in message:
-        assert "cannot be used any more: rank 1 failed in the middle of a call: " in text
-        assert text.endswith("ZeroDivisionError: no wgrad today")
+    check(known, dist.new_group([0, 1]))  # another group is as it was
 
 
 @on_device_ranks(2, environment=SHORT)
@@ -133,7 +132,6 @@ def test_a_missing_signal_is_explained_by_the_failure(rank):
 
 @on_device_ranks(2, environment=SHORT)
 def test_errors_before_a_call_break_nothing(rank):
-    """What is refused before it begins breaks nothing."""
     x, w = torch.ones(6, 4, device=DEVICE), torch.ones(8, 4, device=DEVICE)
     group = dist.group.WORLD
     scatter = ops.start_gemm_rs(x, w, group)
@@ -148,37 +146,27 @@ def test_errors_before_a_call_break_nothing(rank):
     check(Case("ag_gemm", 6, 8, 4))
 
 
-def runs_ahead(rank: int) -> tuple[str, float]:
+@on_device_ranks(2, environment=SHORT)
+def test_after_one_wait_ran_out_of_time_no_other_waits(rank):
     """A host that does not look, as one that enqueues ahead of a GPU; rank 1 has gone."""
     groups = dist.group.WORLD, dist.new_group([0, 1])
     cases = Case("ag_gemm", 3, 5, 4), Case("gemm_rs", 3, 5, 4)
-    for group in groups:
-        for case in cases:
-            check(case, group)
-    x, w = torch.ones(3, 4, device=DEVICE), torch.ones(5, 4, device=DEVICE)
-    six = torch.ones(6, 4, device=DEVICE)
+    for group, case in itertools.product(groups, cases):
+        check(case, group)
+    x, w, six = (torch.ones(rows, 4, device=DEVICE) for rows in (3, 5, 6))
     if rank == 1:
         time.sleep(12)
-        return "", 0.0
+        return
     started = time.monotonic()
     with mock.patch.object(Status, "late", return_value=""):
-        for _ in range(3):
-            for group in groups:
-                ops.all_gather_gemm(x, w, group)
-                ops.gemm_reduce_scatter(six, w, group)
+        for group in groups * 3:
+            ops.all_gather_gemm(x, w, group)
+            ops.gemm_reduce_scatter(six, w, group)
     with pytest.raises(errors.SignalTimeout) as caught:
         flux_megatron.synchronize()
-    seconds = time.monotonic() - started
-    texts = {str(caught.value)}
+    assert 5.9 < time.monotonic() - started < 10, "twelve calls wait as long as one"
+    first = str(caught.value)
+    assert "rank 0 of group 0 waited 6 s for communication tile 0 of rank 1: epoch 2 exp" in first
     for group in groups:
-        texts.add(refused(errors.SignalTimeout, lambda group=group: check(cases[0], group)))
-    assert len({text.partition(" (")[0] for text in texts}) == 1, (
-        "only the first late wait is reported"
-    )
-    return str(caught.value), seconds
-
-
-def test_after_one_wait_ran_out_of_time_no_other_waits():
-    (message, seconds), _ = on_device(runs_ahead, 2, environment=SHORT)
-    assert "rank 0 of group 0 waited 6 s for communication tile 0 of rank 1: epoch 2 exp" in message
-    assert 5.9 < seconds < 10, "twelve calls wait as long as one"
+        text = refused(errors.SignalTimeout, lambda group=group: check(cases[0], group))
+        assert text.partition(" (")[0] == first.partition(" (")[0], "only the first is reported"

@@ -38,17 +38,13 @@ OPERATIONS = {
 }
 # the files of kernels that a call launches
 KERNELS = {
-    ("sequential", "ag_gemm"): set(),
-    ("sequential", "gemm_rs"): set(),
-    ("sequential", "gemm_ar"): set(),
+    **{("sequential", pattern): set() for pattern in OPERATIONS},
     ("pipelined", "ag_gemm"): {"wait_sources"},
     ("pipelined", "gemm_rs"): {"reduce_received"},
     ("pipelined", "gemm_ar"): {"reduce_received", "wait_sources"},
     ("low_latency", "ag_gemm"): {"ag_gemv"},
-    ("low_latency", "gemm_rs"): {"gemv_ar"},
-    ("low_latency", "gemm_ar"): {"gemv_ar"},
-    ("signalled", "gemm_rs"): {"signalled_gemm"},
-    ("signalled", "gemm_ar"): {"signalled_gemm"},
+    **{("low_latency", pattern): {"gemv_ar"} for pattern in ("gemm_rs", "gemm_ar")},
+    **{("signalled", pattern): {"signalled_gemm"} for pattern in ("gemm_rs", "gemm_ar")},
     ("fused", "ag_gemm"): {"ag_gemm"},
     ("fused", "gemm_rs"): {"gemm_rs", "reduce_received"},
     ("fused", "gemm_ar"): {"gemm_rs", "reduce_received", "wait_sources"},
@@ -82,34 +78,34 @@ def chain_of(frame: FrameType | None) -> tuple[str, ...]:
     return (*reversed(files),)
 
 
-def chains(
-    rank: int, strategy: str, pattern: str, deeper: bool = False, builds: bool = False
-) -> set[tuple[str, ...]]:
-    """Every chain of files that a repeated call enters, or one that `builds` its program."""
+def chains(rank: int, strategy: str, pattern: str, deeper: bool = False) -> list[set]:
+    """Every chain of files that a repeated call enters, and one that builds its program."""
     rows = 32 if strategy == "low_latency" else 128
     x = torch.ones(rows, 512, dtype=torch.bfloat16 if ON_HOPPER else torch.float32, device=DEVICE)
     w = torch.ones(128, 512, dtype=x.dtype, device=DEVICE)
     tile = Tile(128, 256, 64, num_stages=3, tma=True) if strategy == "hopper" else Tile(64, 64, 64)
     call, plan = OPERATIONS[pattern], Plan(strategy, tile=tile)
-    by_python = mock.patch.object(calls, "is_watched", return_value=True)  # on GPUs too
-    with by_python:
-        for _ in range(2):  # a region's views are made once
-            call(x, w, dist.group.WORLD, plan=plan)
-    if builds:
-        (space,) = workspaces()
-        space.programs.clear()
-    found = set()
+    found: set[tuple[str, ...]] = set()
 
     def entered(frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
             found.add(chain_of(frame))
 
-    with by_python, mock.patch.multiple(cpu_backend, ctypes=ONE_MORE if deeper else ctypes):
-        sys.setprofile(entered)
-        call(x, w, dist.group.WORLD, plan=plan)
-        sys.setprofile(None)
-    dist.barrier()
-    return found - {()}
+    def followed() -> set[tuple[str, ...]]:
+        found.clear()
+        with mock.patch.multiple(cpu_backend, ctypes=ONE_MORE if deeper else ctypes):
+            sys.setprofile(entered)
+            call(x, w, dist.group.WORLD, plan=plan)
+            sys.setprofile(None)
+        dist.barrier()
+        return found - {()}
+
+    with mock.patch.object(calls, "is_watched", return_value=True):  # by Python, on GPUs too
+        for _ in range(2):  # a region's views are made once
+            call(x, w, dist.group.WORLD, plan=plan)
+        repeated = followed()
+        workspaces()[0].programs.clear()
+        return [repeated, followed()]
 
 
 def copied(*given: int) -> None:
@@ -123,28 +119,20 @@ ONE_MORE = SimpleNamespace(memmove=copied, c_int32=ctypes.c_int32)
 @pytest.mark.parametrize(("strategy", "pattern"), KERNELS)
 def test_a_call_goes_through_five_files_at_most(strategy, pattern):
     own = strategy not in ("sequential", "signalled")
-    for found in on_device(chains, 2, strategy, pattern, environment=PLAIN):
+    kernels = {f"kernels/{name}" for name in KERNELS[strategy, pattern]}
+    for found, builds in on_device(chains, 2, strategy, pattern, environment=PLAIN):
         longest = max(found, key=len)
         assert len(longest) <= LONGEST, " > ".join(longest)
         assert {chain[0] for chain in found} == {"ops"}
         # the same as a list: what is open at once, and dispatch, which has returned by then
         host = {"ops", "dispatch"}
         if own:  # a program is there: only torch's functions are the strategy's
+            host |= {"overlap/calls", "overlap/transfer"}
             functions = {"overlap/pipelined"} if strategy == "pipelined" else set()
-            assert opened(found) == host | {"overlap/calls", "overlap/transfer"} | functions
+            assert opened(found) == host | functions
+            assert opened(builds) == host | {f"overlap/{strategy}"} | kernels
         else:  # the group's collectives; those of one GPU wait for none
-            kernels = {f"kernels/{name}" for name in KERNELS[strategy, pattern]}
             assert opened(found) == host | {f"overlap/{strategy}", "overlap/collectives"} | kernels
-
-
-@pytest.mark.parametrize(("strategy", "pattern"), KERNELS)
-def test_a_program_is_built_by_its_strategy_and_its_kernels(strategy, pattern):
-    if strategy in ("sequential", "signalled"):
-        return
-    for found in on_device(chains, 2, strategy, pattern, False, True, environment=PLAIN):
-        host = {"ops", "dispatch", "overlap/calls", f"overlap/{strategy}", "overlap/transfer"}
-        kernels = {f"kernels/{name}" for name in KERNELS[strategy, pattern]}
-        assert opened(found) == host | kernels
 
 
 def opened(found: set[tuple[str, ...]]) -> set[str]:
@@ -152,5 +140,5 @@ def opened(found: set[tuple[str, ...]]) -> set[str]:
 
 
 def test_a_sixth_file_is_seen():
-    for found in run_ranks(chains, 2, "fused", "ag_gemm", True, environment=PLAIN):
+    for found, _ in run_ranks(chains, 2, "fused", "ag_gemm", True, environment=PLAIN):
         assert max(map(len, found)) == LONGEST + 1

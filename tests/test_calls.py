@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -49,10 +49,10 @@ class Compiled:
     SIZES = (8, 8, 8, 8, 4, 4, 8, 8, 8)
 
     def run(self, *given: object) -> None:
-        LAUNCHED.append(given[9:-1])
+        pass
 
 
-LAUNCHED: list[tuple] = []
+COMPILED = Compiled()
 
 
 class Kernel:
@@ -66,19 +66,16 @@ class Kernel:
         return lambda *given, **named: COMPILED
 
 
-COMPILED = Compiled()
 KERNEL: list[Kernel] = []
 
 
-class Channel:
+class Channel(channels.Channel):
     """One of real regions without peers."""
 
-    region_bytes = 1000
-
     def __init__(self) -> None:
-        self.epoch, self.open, self.poisoned = 0, False, []
+        self.epoch, self.open, self.region_bytes, self.poisoned = 0, False, 1000, []
         status = torch.zeros(4, dtype=torch.int32)
-        self.regions = [self._region(rows, status) for rows in REGIONS]
+        self._regions = [self._region(rows, status) for rows in REGIONS]
 
     def _region(self, rows: Tensor, status: Tensor) -> SimpleNamespace:
         fixed = [status] * len(channels.Channel.FIXED)
@@ -88,14 +85,6 @@ class Channel:
             table=b"".join(word.to_bytes(8, "little") for word in words),
             prepared=lambda make, shape, dtype, offset: rows,
         )  # fmt: skip
-
-    may_begin = channels.Channel.may_begin
-    take_back = channels.Channel.take_back
-    end_in = channels.Channel.end_in
-
-    def begin_eager(self) -> tuple[int, Any]:
-        self.epoch, self.open = self.epoch + 1, True
-        return self.epoch, self.regions[self.epoch % 2]
 
     def begin(self, captured: bool) -> SimpleNamespace:
         epoch, region = self.begin_eager()
@@ -121,13 +110,13 @@ class Space:
     def end(self, call: SimpleNamespace) -> None:
         call.channel.end_in(call.region)
 
-    def guard(self) -> nullcontext:
-        return nullcontext()
+    guard = nullcontext
 
     def break_off(self, error: BaseException) -> None:
         self.broken = str(error)
 
 
+DRIVER: list[Driver] = []
 BEFORE_GEMM: list[Callable[[], None]] = [lambda: None]
 
 
@@ -135,9 +124,6 @@ def gemm(x: Tensor, w: Tensor, out: Tensor) -> None:
     BEFORE_GEMM[0]()
     DRIVER[0].by_torch(CALLERS, x.data_ptr(), w.data_ptr(), out.data_ptr())
     torch.mm(x, w.t(), out=out)
-
-
-DRIVER: list[Driver] = []
 
 
 def kernel_call(p: CallProgram) -> Slot:
@@ -191,8 +177,7 @@ def space(driver, monkeypatch) -> Space:
     monkeypatch.setattr(Tensor, "record_stream", lambda one, stream: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: CALLERS)
     BEFORE_GEMM[0] = lambda: None
-    KERNEL[:] = [Kernel()]
-    DRIVER[:] = [driver]
+    KERNEL[:], DRIVER[:] = [Kernel()], [driver]
     driver.expect_parameters(FUNCTION, *Compiled.SIZES)
     monkeypatch.setattr(driver, "cuStreamGetCaptureInfo", lambda stream: (0, 0, 0), raising=False)
     space = Space(driver)
@@ -216,12 +201,9 @@ def program(space: Space) -> CallProgram:
     return found
 
 
-def done(space: Space) -> list[tuple]:
-    return [*space.driver.done()]
-
-
 def streams(space: Space) -> list[tuple]:
-    return [one[:2] for one in done(space)]
+    """What was done in which stream, which is then forgotten."""
+    return [one[:2] for one in space.driver.done()]
 
 
 FORK = [("record", CALLERS), ("follow", STREAM)]
@@ -233,17 +215,15 @@ LAST = [("copy", CALLERS), *JOIN]
 
 def test_the_first_call_is_a_list_as_soon_as_its_kernels_are_compiled(space):
     triton_launch.launches.clear()
-    by_c, places = [], []
+    by_c = []
     for number in range(5):
         x, w = operands(number)
         y = by_kernel(x, w, "nt", PLAN, space)
-        epoch, at = space.channel.epoch, space.channel.regions[space.channel.epoch % 2]
-        did = done(space)
+        epoch, at = space.channel.epoch, space.channel._regions[space.channel.epoch % 2]
+        did = [*space.driver.done()]
         by_c.append(("launch", CALLERS, FUNCTION, 3 << 32 | 128, 2048) in did)
         moved = [one for one in did if one[0] != "launch"]
-        assert [one[:2] for one in moved] == [
-            *FORK, ("copy", STREAM), ("write", STREAM), *JOIN
-        ]  # fmt: skip
+        assert [one[:2] for one in moved] == [*FORK, ("copy", STREAM), ("write", STREAM), *JOIN]
         assert moved[2][2:] == (at.rows.data_ptr() + 16, x.data_ptr() + 16, 12 * 4)
         assert moved[3][2:] == (900 + 4 * 3, epoch, 0)
         if by_c[-1]:
@@ -251,7 +231,6 @@ def test_the_first_call_is_a_list_as_soon_as_its_kernels_are_compiled(space):
             pieces = [int.from_bytes(data[n : n + 8], "little") for n in range(0, len(data), 8)]
             addresses = [one.data_ptr() for one in (x, y, at.rows, at.fixed[0])]
             assert pieces == [*addresses, epoch << 32 | 2, 64, 0, 0]
-        places.append(y.data_ptr())
     assert by_c == [False] + [True] * 4, "Triton has compiled it in the first"
     assert triton_launch.launches == {"stand_in": 5}
     other = by_kernel(torch.ones(2 * M, K), operands(1)[1], "nt", PLAN, space)
@@ -273,7 +252,7 @@ def test_both_executors_do_the_same_with_functions_of_torch(space, biased, watch
         assert lent[0] is region
         expected = torch.cat([x, region]) @ w.t()
         assert torch.equal(y, expected if bias is None else expected + bias)
-        did = done(space)
+        did = [*space.driver.done()]
         assert [one[:2] for one in did] == [*FIRST, *LAST]
         row, at = y[0].nbytes, y.data_ptr()
         of_torch = [one[2:] for one in did if one[0] == "torch"]
@@ -284,14 +263,14 @@ def test_both_executors_do_the_same_with_functions_of_torch(space, biased, watch
         assert did[4][2:] == (SIGNAL, space.channel.epoch, 0)
         assert (program(space).lists is None) == watched
     assert not space.channel.open
-    wanted = space.channel.regions * 2 if settings.get().poison else []
+    wanted = space.channel._regions * 2 if settings.get().poison else []
     assert len(space.channel.poisoned) == len(wanted)
 
 
 def test_what_c_refuses_python_does(space, monkeypatch):
     """In a capture, and at addresses that TMA would not take; nothing is enqueued twice."""
     ag_gemm(*operands(1), None, "nt", PLAN, space, lambda rows: None)
-    done(space)
+    streams(space)
     x, w = operands(2)
     shifted = torch.zeros(200)[1 : 1 + M * K].view(M, K)
     for given, capturing in ((shifted, 0), (x, 1), (x, -1)):
@@ -308,13 +287,11 @@ def test_what_c_refuses_python_does(space, monkeypatch):
 def test_a_call_that_cannot_begin_at_once_begins_as_the_first_does(space, monkeypatch, wanted):
     for number in range(3):
         by_kernel(*operands(number), "nt", PLAN, space)
-    done(space)
-    begun = []
-    monkeypatch.setattr(
-        Space, "begin", lambda self, *given: begun.append(given) or self.channel.begin(False)
-    )
+    streams(space)
+    begin = mock.Mock(side_effect=lambda *given: space.channel.begin(False))
+    monkeypatch.setattr(space, "begin", begin)
     by_kernel(*operands(1), "nt", PLAN, space)
-    assert not begun
+    assert not begin.called
     if wanted == "refresh":
         monkeypatch.setattr(channels, "REFRESH_EVERY", space.channel.epoch + 1)
     elif wanted == "growth":
@@ -322,7 +299,7 @@ def test_a_call_that_cannot_begin_at_once_begins_as_the_first_does(space, monkey
     else:
         space.channel.open = True
     by_kernel(*operands(1), "nt", PLAN, space)
-    assert [given[0] for given in begun] == ["gather"]
+    assert [one.args[0] for one in begin.call_args_list] == ["gather"]
     assert ("launch", CALLERS) in streams(space), "by C nevertheless"
 
 
@@ -331,19 +308,19 @@ def test_a_region_elsewhere_is_another_table(space):
     by_kernel(*operands(0), "nt", PLAN, space)
     lists = program(space).lists
     space.channels["gather"] = space.channel = Channel()
-    moved = [torch.zeros(M, K), torch.zeros(M, K)]
-    space.channel.regions = [space.channel._region(rows, torch.zeros(4)) for rows in moved]
-    done(space)
+    moved = torch.zeros(2, M, K)
+    space.channel._regions = [space.channel._region(rows, torch.zeros(4)) for rows in moved]
+    streams(space)
     by_kernel(*operands(0), "nt", PLAN, space)
     assert program(space).lists is lists
-    copies = [one for one in done(space) if one[0] == "copy"]
-    assert copies[0][2] == moved[1].data_ptr() + 16
+    (to,) = (one[2] for one in space.driver.done() if one[0] == "copy")
+    assert to == moved[1].data_ptr() + 16
 
 
 @pytest.mark.parametrize("refused", [2, 4, 8, 9])
 def test_an_error_of_the_driver_breaks_the_group_off(space, refused):
     whole(*operands(0), "nt", PLAN, space)
-    done(space)
+    streams(space)
     space.driver.refuse(refused, 719)
     with pytest.raises(RuntimeError, match=r"cu\w+ failed: 719"):
         whole(*operands(1), "nt", PLAN, space)
@@ -353,21 +330,21 @@ def test_an_error_of_the_driver_breaks_the_group_off(space, refused):
 
 def test_an_error_of_a_function_or_the_caller_breaks_the_group_off(space):
     whole(*operands(0), "nt", PLAN, space)
-    done(space)
+    streams(space)
 
     def refuse(rows: Tensor | None = None) -> None:
         raise ValueError("no wgrad")
 
-    with pytest.raises(ValueError, match="no wgrad"):
-        ag_gemm(*operands(1), None, "nt", PLAN, space, refuse)
-    assert (space.channel.open, space.broken) == (True, "no wgrad")
-    assert streams(space) == FIRST
-    space.channel.open, space.broken = False, ""
+    def assert_breaks_off(call: Callable, *given: object, after: list[tuple]) -> None:
+        space.channel.open, space.broken = False, ""
+        with pytest.raises(ValueError, match="no wgrad"):
+            call(*given)
+        assert (space.channel.open, space.broken) == (True, "no wgrad")
+        assert streams(space) == after
+
+    assert_breaks_off(ag_gemm, *operands(1), None, "nt", PLAN, space, refuse, after=FIRST)
     BEFORE_GEMM[0] = refuse
-    with pytest.raises(ValueError, match="no wgrad"):
-        whole(*operands(1), "nt", PLAN, space)
-    assert (space.channel.open, space.broken) == (True, "no wgrad")
-    assert streams(space) == FIRST[:3]
+    assert_breaks_off(whole, *operands(1), "nt", PLAN, space, after=FIRST[:3])
 
 
 def test_a_call_in_pieces(space):
@@ -385,24 +362,22 @@ def test_pieces_follow_the_callers_stream(space, monkeypatch):
     """The caller goes on with a call in another stream than it began in."""
     start(*operands(0), "nt", PLAN, space).finish()
     call = start(*operands(1), "nt", PLAN, space)
-    done(space)
+    streams(space)
     used: list[tuple[int, int]] = []
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: OTHER)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: OTHER)
-    monkeypatch.setattr(
-        Tensor, "record_stream", lambda one, stream: used.append((one.data_ptr(), stream))
-    )
+    held = lambda one, stream: used.append((one.data_ptr(), stream))  # noqa: E731
+    monkeypatch.setattr(Tensor, "record_stream", held)
     y = call.finish()
     x = call.tensors[0]
     assert used == [(y.data_ptr(), OTHER), (x.data_ptr(), OTHER)], "else freed too early"
-    ordered = [("record", CALLERS), ("follow", OTHER)]
-    joined = [("record", STREAM), ("follow", OTHER)]
+    ordered, joined = ([("record", stream), ("follow", OTHER)] for stream in (CALLERS, STREAM))
     assert streams(space) == [*ordered, ("copy", OTHER), *joined]
 
 
 def test_what_follows_a_function_comes_after_the_calls_of_other_threads(space):
     whole(*operands(0), "nt", PLAN, space)
-    done(space)
+    streams(space)
     BEFORE_GEMM[0] = lambda: setattr(space.engine, "_last", OTHER)
     whole(*operands(1), "nt", PLAN, space)
     gemm_and_order = [*GEMM, ("record", OTHER), ("follow", CALLERS)]
@@ -451,6 +426,6 @@ def test_the_scales_of_fp8_are_those_of_each_call(space, watched, monkeypatch):
     for _ in range(4):  # each at an address of its own, which is no multiple of 16
         x_scale, w_scale = torch.rand(100)[1:3]
         call(*operands(0), "nt", PLAN, space, Scaling(x_scale, w_scale, torch.float32, False))
-        read = [one[3] for one in done(space)]
+        read = [one[3] for one in [*space.driver.done()]]
         assert read == [x_scale.data_ptr(), w_scale.data_ptr()]
     assert (program(space).lists is None) == watched

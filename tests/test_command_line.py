@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +14,7 @@ from flux_megatron import __main__ as entry
 from flux_megatron import cli, command_errors, errors
 from flux_megatron.version import __version__
 
+AGAIN = "(run again with --debug for the traceback: flux-megatron --debug results ...)"
 EXTRAS = ("typer", "rich", "yaml", "pydantic", "jinja2", "matplotlib", "numpy", "psutil")
 
 
@@ -27,16 +29,10 @@ def ended(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
 
 @pytest.fixture
 def failing(monkeypatch):
-    """A function that makes `flux-megatron results` raise what it is given."""
-    from flux_megatron.lab.results import report
-
-    def raises(error: BaseException) -> None:
-        def read(folder: object) -> None:
-            raise error
-
-        monkeypatch.setattr(report, "read", read)
-
-    return raises
+    """`flux-megatron results` raises the `side_effect` that this is given."""
+    reads = mock.Mock()
+    monkeypatch.setattr("flux_megatron.lab.results.report.read", reads)
+    return reads
 
 
 @pytest.mark.parametrize(
@@ -46,34 +42,22 @@ def failing(monkeypatch):
         (errors.ProblemMismatch("rank 1 has another"), 2, "rank 1 has another"),
         (errors.SignalTimeout("rank 1 is late"), 1, "rank 1 is late"),
         (errors.RunFailed("rank 1 failed"), 1, "rank 1 failed"),
-        (
-            ModuleNotFoundError("No module named 'yaml'", name="yaml"),
-            2,
-            "flux-megatron results: yaml is not installed: pip install 'flux-megatron[lab]'",
-        ),
-        (
-            OSError(28, "No space left\non device"),
-            1,
-            "OSError: [Errno 28] No space left on device (run again with --debug for the "
-            "traceback: flux-megatron --debug results ...)",
-        ),
-        (
-            KeyError(),
-            1,
-            "KeyError (run again with --debug for the traceback: flux-megatron --debug results "
-            "...)",
-        ),
+        (ModuleNotFoundError("No module named 'yaml'", name="yaml"), 2,
+         "flux-megatron results: yaml is not installed: pip install 'flux-megatron[lab]'"),
+        (OSError(28, "No space left\non device"), 1,
+         f"OSError: [Errno 28] No space left on device {AGAIN}"),
+        (KeyError(), 1, f"KeyError {AGAIN}"),
     ],
-)
+)  # fmt: skip
 def test_an_error_is_one_line_with_its_status(failing, monkeypatch, capsys, error, status, line):
-    failing(error)
+    failing.side_effect = error
     assert ended(monkeypatch, capsys, "results", ".") == (status, "", f"{line}\n")
     # as other tests run commands
     assert CliRunner().invoke(cli.app, ["results", "."]).exit_code == status
 
 
 def test_debug_shows_the_traceback(failing, monkeypatch):
-    failing(errors.RunFailed("rank 1 failed"))
+    failing.side_effect = errors.RunFailed("rank 1 failed")
     monkeypatch.setattr(sys, "argv", ["flux-megatron", "--debug", "results", "."])
     with pytest.raises(errors.RunFailed, match="rank 1 failed"):
         entry.main()
@@ -86,13 +70,11 @@ def test_debug_shows_the_traceback(failing, monkeypatch):
         ("nope", "flux-megatron: No such command 'nope'."),
         ("trace --M abc --out x", "flux-megatron trace: Invalid value for '--M': "),
         ("trace", "flux-megatron trace: Missing option '--out'."),
-        (
-            "doctor --gpus abc",
-            "flux-megatron doctor: argument --gpus: 'abc' given, a number of GPUs",
-        ),
+        ("doctor --gpus abc",
+         "flux-megatron doctor: argument --gpus: 'abc' given, a number of GPUs"),
         ("doctor --nope", "flux-megatron doctor: unrecognized arguments: --nope"),
     ],
-)
+)  # fmt: skip
 def test_unknown_words_are_one_line(monkeypatch, capsys, words, line):
     status, shown, said = ended(monkeypatch, capsys, *words.split())
     assert (status, shown, said.count("\n")) == (2, "", 1)
@@ -139,8 +121,8 @@ def test_the_core_has_doctor_version_and_help(monkeypatch, capsys):
     [("flux-megatron tr", ["train", "trace"]), ("flux-megatron train --co", ["--config"])],
 )
 def test_a_shell_completes_commands_and_options(words, found):
-    asked = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    asked["_FLUX_MEGATRON_COMPLETE"] = "complete_bash"
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")),
+             "_FLUX_MEGATRON_COMPLETE": "complete_bash"}  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "flux_megatron"], env=os.environ | asked, capture_output=True,
         text=True, timeout=60,
@@ -151,6 +133,6 @@ def test_a_shell_completes_commands_and_options(words, found):
 
 def test_a_command_names_all_that_it_lacks(monkeypatch, capsys):
     monkeypatch.setattr(command_errors, "find_spec", lambda name: None)
-    line = "flux-megatron train: megatron.core, numpy, psutil not installed: pip install "
-    line += "'flux-megatron[train]'\n"
+    line = "flux-megatron train: megatron.core, numpy, psutil not installed: "
+    line += "pip install 'flux-megatron[train]'\n"
     assert ended(monkeypatch, capsys, "train", "--config", "demo") == (2, "", line)

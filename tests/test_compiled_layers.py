@@ -1,4 +1,6 @@
-"""Compiled layers: one graph, forward and backward, with exactly the eager results."""
+"""Compiled layers and operations: one graph, forward and backward, with exactly the eager results;
+and what torch's own checks say about their operators.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flux_megatron
 from flux_megatron import ops
+from flux_megatron.embedding import operation as embedding
+from flux_megatron.expert_parallel import ops as experts
 from flux_megatron.nn import functions, norm, operators
+from flux_megatron.problem import Plan
+from flux_megatron.versions.torch import compiles_plans
 from flux_megatron.wgrad import IntoMainGrad
 
 K, N, BATCH = 8, 6, 2
+E, TOKENS, ROWS, TABLES = 2, 8, 5, 2
 PLAIN = {"FLUX_MEGATRON_STRATEGY": "sequential"}
 Layer = Callable[..., Tensor]
 
@@ -38,30 +45,29 @@ def layers() -> dict[str, Layer]:
     """Each layer of (x, w, bias, wgrad), of the world; None for the bias of a row layer."""
     group = dist.group.WORLD
 
-    def row(x, w, bias, wgrad=None):
-        return functions.row_parallel_linear(x, w, group=group, wgrad=wgrad)
-
-    def row_ar(x, w, bias, wgrad=None):
-        return functions.row_linear(x, w, group=group, wgrad=wgrad)
+    def without_bias(layer: Layer) -> Layer:
+        return lambda x, w, bias, wgrad=None: layer(x, w, group=group, wgrad=wgrad)
 
     return {
         "column": partial(functions.column_parallel_linear, group=group),
         "gathered": partial(functions.column_parallel_linear, group=group, save_gathered=True),
         "local": functions.local_linear,
         "column_ar": partial(functions.local_linear, allreduce_group=group),
-        "row": row,
-        "row_ar": row_ar,
+        "row": without_bias(functions.row_parallel_linear),
+        "row_ar": without_bias(functions.row_linear),
     }
 
 
-def operands(tokens: int = 4, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """x, w, bias of this rank: small integers, so every sum is exact."""
-    made = torch.Generator().manual_seed(dist.get_rank())
+def integers(*shape: int, seed: int = 0) -> Tensor:
+    """Of this rank, and small: every sum is exact."""
+    made = torch.Generator().manual_seed(seed + dist.get_rank())
+    return torch.randint(-2, 3, shape, generator=made).float().to(DEVICE)
+
+
+def operands(tokens: int = 4) -> list[Tensor]:
+    """x, w, bias of this rank."""
     shapes = ((tokens, BATCH, K), (N, K), (N,))
-    return [
-        torch.randint(-2, 3, shape, generator=made).to(DEVICE, dtype).requires_grad_()
-        for shape in shapes
-    ]
+    return [integers(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)]
 
 
 def passes(layer: Layer, given: list[Tensor], **options) -> list[Tensor | None]:
@@ -110,6 +116,74 @@ def mlp(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
     column, row = layers()["column"], layers()["row"]
     normal = norm.rms_norm(x, torch.ones(K, device=x.device))
     return x + row(column(normal, w, bias).relu() * 2, w.t().contiguous(), None)
+
+
+def operations() -> dict[str, tuple[Layer, list[Tensor]]]:
+    """Functions of the tensors that are differentiated, where an operation can be."""
+    group = dist.group.WORLD
+    x, counts = rows_and_counts()
+    fixed = bags()
+
+    def experts_mlp(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        y, _ = flux_megatron.a2a_gemm(x, w, counts, group, capacity=len(x))
+        return flux_megatron.gemm_a2a(y.relu(), v, counts, group, tokens=len(x))
+
+    def embed(weight: Tensor) -> Tensor:
+        return 2 * flux_megatron.embedding_all_to_all(weight, *fixed, group)
+
+    def few_rows(x: Tensor, w: Tensor) -> Tensor:
+        return flux_megatron.gemv_all_reduce(x, w, group) + 1
+
+    made = {
+        "experts": (experts_mlp, [x, integers(E, N, K), integers(E, K, N)]),
+        "embedding": (embed, [integers(TABLES, ROWS, 4)]),
+        "gemv_ar": (few_rows, [integers(TOKENS, K), integers(N, K)]),
+    }
+    return {n: (call, [one.requires_grad_() for one in given]) for n, (call, given) in made.items()}
+
+
+def rows_and_counts() -> tuple[Tensor, Tensor]:
+    """Rows for experts of all ranks, as many for each."""
+    R = dist.get_world_size()
+    counts = torch.full((R, E), 3, dtype=torch.int32, device=DEVICE)
+    return integers(3 * R * E, K), counts
+
+
+def bags() -> tuple[Tensor, Tensor]:
+    """Two indices a bag, for tables of this rank and samples of all."""
+    bags = TABLES * 2 * dist.get_world_size()
+    indices = torch.arange(2 * bags, device=DEVICE) % ROWS
+    return indices, torch.arange(0, 2 * bags + 1, 2, device=DEVICE)
+
+
+@on_device_ranks(2, environment=PLAIN)
+def test_compiled_operations_do_what_eager_ones_do(rank):
+    for name, (call, given) in operations().items():
+        same(passes(compiled(call), given), passes(call, given), name)
+        assert graphs() == 1, name
+
+
+@pytest.mark.xfail(
+    not compiles_plans(), reason="older torch.compile takes no frozen dataclass as plan"
+)
+@on_device_ranks(2, environment=FUSED)
+def test_operations_without_gradients_compile(rank):
+    """Operations whose backward `nn.functions` has, by the strategy that is wanted or a plan."""
+    group, R = dist.group.WORLD, dist.get_world_size()
+    x, w, plan = integers(TOKENS * R, K), integers(N, K), Plan("pipelined", comm_rows=3)
+
+    def all_of_them(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        return (
+            flux_megatron.all_gather_gemm(x, w, group),
+            flux_megatron.gemm_reduce_scatter(x, w, group),
+            flux_megatron.gemm_reduce_scatter(x, w, group, plan=plan),
+            flux_megatron.gemm_all_reduce(x, w, group),
+        )
+
+    for backend in ("eager", "aot_eager"):
+        same(compiled(all_of_them, backend)(x, w), all_of_them(x, w), backend)
+    fused = {(pattern, "fused"): 4 for pattern in ("ag_gemm", "gemm_rs", "gemm_ar")}
+    assert flux_megatron.report().calls == {**fused, ("gemm_rs", "pipelined"): 4}
 
 
 @on_device_ranks(1)
@@ -214,7 +288,7 @@ CHEAP = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 @on_device_ranks(1)
-def test_opcheck(rank):
+def test_opcheck_of_layers(rank):
     name = dist.group.WORLD.group_name
     x, w, bias = operands()
     main_grad, dy = torch.zeros_like(w), torch.ones(4, BATCH, N, device=DEVICE)
@@ -237,3 +311,30 @@ def test_opcheck(rank):
         gain = torch.ones(K, device=DEVICE, requires_grad=True)
         check(norm._operator, (x, gain, bias.detach().new_zeros(K), "layer_norm", 1e-5, False))
         check(norm._operator, (x, gain, None, "rms_norm", 1e-5, True))
+
+
+@on_device_ranks(1)
+def test_opcheck_of_operations(rank):
+    name = dist.group.WORLD.group_name
+    check = partial(torch.library.opcheck, test_utils=CHEAP)
+    x, w = integers(TOKENS, K), integers(N, K)
+    for layout, weight in (("nt", w), ("nn", w.t().contiguous())):
+        for bias in (None, integers(N)):
+            check(ops._all_gather_gemm, (x, weight, bias, name, 1, layout, ""))
+        check(ops._gemm_reduce_scatter, (x, weight, name, 1, layout, ""))
+    given = (x.requires_grad_(), w.requires_grad_(), name)
+    for layout, weight in (("nt", given), ("nn", (x, w.detach().t().contiguous(), name))):
+        check(ops._gemm_all_reduce, (*weight, layout, ""))
+    rows, counts = rows_and_counts()
+    up, down = (integers(E, *shape).requires_grad_() for shape in ((N, K), (K, N)))
+    for keep in (False, True):
+        for layout, weight in (("nt", up), ("nn", down)):
+            spare = len(rows) + 3
+            check(experts._a2a_gemm, (rows, weight, counts, spare, name, layout, "", keep))
+    y = integers(len(rows), N).requires_grad_()
+    check(experts._gemm_a2a, (y, down, counts, len(rows), name, "nt", ""))
+    check(experts._wgrad, (rows, y.detach(), counts))
+    weight = integers(TABLES, ROWS, 4).requires_grad_()
+    check(embedding._embedding_all_to_all, (weight, *bags(), [TABLES], name, "sum", "auto", True))
+    dy = integers(2, TABLES, 4)
+    check(embedding._backward, (dy, *bags(), ROWS, [TABLES], name, "sum", "auto"))

@@ -45,7 +45,6 @@ def every_kind_of_call() -> None:
 
 @on_cpu_ranks(2, environment=FUSED)
 def test_every_step_is_made_with_the_operands_device(rank):
-    """None is made while the device is not the current one."""
     depth, outside, made = [0], [], []
 
     @contextmanager
@@ -68,17 +67,13 @@ def test_every_step_is_made_with_the_operands_device(rank):
         setattr(owner, name, watched)
 
     workspace.active = active
-    watch(workspace.Workspace, "__init__")
-    watch(workspace.Workspace, "begin")
-    watch(choice, "choose")
-    watch(expert_call, "_choose")
-    watch(ops, "note_fallback")
-    watch(calls.InFlight, "_begin")
-    for module, names in (
-        (fused_bags, ("forward", "backward")), (fused_experts, ("a2a_gemm", "gemm_a2a")),
+    for owner, *names in (
+        (workspace.Workspace, "__init__", "begin"), (choice, "choose"), (expert_call, "_choose"),
+        (ops, "note_fallback"), (calls.InFlight, "_begin"), (fused_bags, "forward", "backward"),
+        (fused_experts, "a2a_gemm", "gemm_a2a"),
     ):  # fmt: skip
         for name in names:
-            watch(module, name)
+            watch(owner, name)
     every_kind_of_call()
     assert depth == [0]
     assert (outside, len({*made})) == ([], 10)

@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from unittest import mock
 
 import cases
 import layer_cases
@@ -42,14 +43,10 @@ ONE_EACH = {"CUDA_VISIBLE_DEVICES": "{rank}", **SHORT}
 
 @contextmanager
 def strategy(name: str) -> Iterator[None]:
-    before = os.environ.get("FLUX_MEGATRON_STRATEGY", "auto")
-    os.environ["FLUX_MEGATRON_STRATEGY"] = name
-    settings.reload()
-    try:
-        yield
-    finally:
-        os.environ["FLUX_MEGATRON_STRATEGY"] = before
+    with mock.patch.dict(os.environ, FLUX_MEGATRON_STRATEGY=name):
         settings.reload()
+        yield
+    settings.reload()
 
 
 def call(pattern: Pattern, wanted: str, device: torch.device) -> tuple[Callable, torch.Tensor]:
@@ -172,21 +169,8 @@ def in_new_threads(rank: int, native: bool, current: bool) -> None:
 
 
 def in_a_new_thread(run: Callable[[], torch.Tensor]) -> torch.Tensor:
-    results: list = []
-
-    def keep() -> None:
-        try:
-            results.append(run())
-        except BaseException as error:
-            results.append(error)
-
-    thread = threading.Thread(target=keep)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive()
-    if isinstance(results[0], BaseException):
-        raise results[0]
-    return results[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result(60)
 
 
 def backward_of_a_new_thread(rank: int, device: torch.device) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
@@ -54,9 +54,8 @@ def test_ranks_have_symmetric_memory_where_they_can_open_each_others(rank):
     said = [why_unavailable(places.places(group, CPU, ""), group)]
     with mock.patch.object(places, "machine", return_value=f"kernel {rank}"):
         said.append(why_unavailable(places.places(group, CPU, ""), group))
-    hidden = mock.patch.object(places, "_read", return_value="")  # another container's /proc
-    with hidden if rank else contextlib.nullcontext():
-        said.append(why_unavailable(places.places(group, CPU, ""), group))
+    with mock.patch.object(places, "_read", return_value="") if rank else nullcontext():
+        said.append(why_unavailable(places.places(group, CPU, ""), group))  # as in containers
     assert said[0] is None
     assert "spans 2 nodes" in said[1]
     assert "rank 1 that of rank 0, rank 1 that of rank 1" in said[2]
@@ -86,22 +85,14 @@ def test_waits_end_by_the_first_reason():
     assert (status.mismatch, status.late(), status.refused()) == ("another call", "", "")
 
 
-def workspace(check=lambda: None) -> SimpleNamespace:
-    return SimpleNamespace(device=CPU, check=check)
-
-
 def test_a_collective_that_never_ends_is_left():
-    def learns() -> None:
-        raise errors.ProblemMismatch("another call")
-
+    learns = mock.Mock(side_effect=errors.ProblemMismatch("another call"))
     work = SimpleNamespace(wait=threading.Event().wait)
     with pytest.raises(errors.ProblemMismatch, match="another call"):
-        collectives.wait(work, workspace(learns))
+        collectives.wait(work, SimpleNamespace(device=CPU, check=learns))
 
 
 def test_the_error_of_a_collective_is_raised():
-    def fails() -> None:
-        raise RuntimeError("/gloo/ closed")
-
+    work = SimpleNamespace(wait=mock.Mock(side_effect=RuntimeError("/gloo/ closed")))
     with pytest.raises(RuntimeError, match="closed"):
-        collectives.wait(SimpleNamespace(wait=fails), workspace())
+        collectives.wait(work, SimpleNamespace(device=CPU, check=lambda: None))

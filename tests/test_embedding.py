@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -12,6 +13,7 @@ from closeness import assert_exact, small_integers
 from ranks import DEVICE, here, on_device_ranks
 
 import flux_megatron
+from flux_megatron import errors
 from flux_megatron.embedding import fused_bags, operation
 from flux_megatron.embedding.bags import Bags
 from flux_megatron.lab import reference
@@ -65,9 +67,13 @@ class Case:
         pooled = F.embedding_bag(
             flat, wide.flatten(0, 1), offsets[rank], mode=self.mode, include_last_offset=True
         ).view(len(wide), batch, self.D)
-        mine = slice(sum(self.tables[:rank]), sum(self.tables[: rank + 1]))
-        pooled.transpose(0, 1).backward(torch.cat(dy)[:, mine].double())
+        mine = torch.cat(dy).split(self.tables, 1)[rank]
+        pooled.transpose(0, 1).backward(mine.double())
         return y, wide.grad.to(self.dtype)
+
+
+def of_world() -> list[Case]:
+    return [case for case in CASES.values() if len(case.tables) == dist.get_world_size()]
 
 
 CASES = {
@@ -93,13 +99,13 @@ CASES = {
 }
 
 
-def call(case: Case, rank: int, seed: int, strategy: str) -> tuple[torch.Tensor, torch.Tensor]:
-    weight, indices, offsets, dy = (one.to(DEVICE) for one in case.operands(seed)[rank])
+def call(
+    case: Case, rank: int, seed: int, strategy: str, **options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    weight, *rest, dy = (one.to(DEVICE) for one in case.operands(seed)[rank])
     weight.requires_grad_()
-    y = operate(
-        weight, indices, offsets, dist.group.WORLD,
-        tables=case.tables, mode=case.mode, strategy=strategy,
-    )  # fmt: skip
+    given = {"tables": case.tables, "mode": case.mode, "strategy": strategy}
+    y = operate(weight, *rest, dist.group.WORLD, **given, **options)
     y.backward(dy)
     return y.detach(), weight.grad
 
@@ -116,32 +122,30 @@ def exact_calls(rank: int, cases: list[Case], strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["fused", "sequential"])
 @on_device_ranks("world_size")
 def test_exact(rank, strategy):
-    cases = [case for case in CASES.values() if len(case.tables) == dist.get_world_size()]
-    exact_calls(rank, cases, strategy)
+    exact_calls(rank, of_world(), strategy)
     counted = flux_megatron.report().calls
-    assert counted == {("embedding_a2a", strategy): 3 * 2 * len(cases)}
+    assert counted == {("embedding_a2a", strategy): 3 * 2 * len(of_world())}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("strategy", ["fused", "sequential"])
 @on_device_ranks("world_size")
 def test_sparse_gradients_are_exact(rank, strategy):
-    cases = [case for case in CASES.values() if len(case.tables) == dist.get_world_size()]
+    cases = of_world()
     for case in cases:
-        weight, indices, offsets, dy = (one.to(DEVICE) for one in case.operands(0)[rank])
-        weight.requires_grad_()
-        given = {"tables": case.tables, "mode": case.mode, "strategy": strategy}
-        y = operate(weight, indices, offsets, dist.group.WORLD, **given, sparse=True)
-        y.backward(dy)
-        expected_y, expected_dw = case.expected(case.operands(0), rank)
-        assert_exact(y.detach(), expected_y, f"{case}")
-        dw = weight.grad
+        y, dw = call(case, rank, 0, strategy, sparse=True)
+        given = case.operands(0)
+        weight, indices, *_ = given[rank]
+        expected_y, expected_dw = case.expected(given, rank)
+        assert_exact(y, expected_y, f"{case}")
         assert (dw.layout, dw._nnz()) == (torch.sparse_coo, len(indices))
         wide = torch.sparse_coo_tensor(dw._indices(), dw._values().float(), dw.shape)
         assert_exact(wide.to_dense().to(weight.dtype), expected_dw, f"{case} gradient")
-        torch.optim.SGD([weight], 1.0).step()
+        leaf = weight.clone().to(DEVICE).requires_grad_()
+        leaf.grad = dw
+        torch.optim.SGD([leaf], 1.0).step()
         if case.dtype == torch.float32:
-            assert_exact(weight.detach().cpu(), case.operands(0)[rank][0] - expected_dw, "a step")
+            assert_exact(leaf.detach(), weight - expected_dw, "a step")
     counted = {("embedding_a2a", "sequential"): len(cases)}
     counted |= {("embedding_a2a", strategy): (1 + (strategy == "sequential")) * len(cases)}
     assert flux_megatron.report().calls == counted
@@ -191,60 +195,42 @@ def test_the_same_bits_every_time(rank):
         y = operate(weight, indices, offsets, dist.group.WORLD, strategy=strategy)
         return y.detach(), torch.autograd.grad(y, weight, dy)[0]
 
-    first, second = gradient("fused"), gradient("fused")
-    for one, other in zip(first, second, strict=True):
+    first, second, torch_s = map(gradient, ("fused", "fused", "sequential"))
+    for one, other, right in zip(first, second, torch_s, strict=True):
         assert_exact(one, other, "the second time")
-    for one, other in zip(first, gradient("sequential"), strict=True):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one, right)
 
 
-WRONG = {
-    "index": "index 3 given at 2, 0 to 2 expected",
-    "negative": "index -1 given at 1, 0 to 2 expected",
-    "falling": "offsets 3, 1 given at 1, rising ones expected",
-    "short": "offsets from 0 to 3 given, 0 to 4 expected",
-    "late": "offsets from 1 to 4 given, 0 to 4 expected",
-    "batch": "1 + a multiple of 2 tables x 2 ranks expected",
-    "tables": "[2, 3] tables a rank expected",
-    "ranks": "tables [2] given, one number for each of 2 ranks expected",
-    "mode": "mode 'max' given",
-    "dtype": "indices [4] int32",
-    "other D": "ProblemMismatch: the ranks of the group do not agree on the call: rank 0",
-}
+WRONG = [
+    ({"indices": [0, 2, 3, 1]}, "index 3 given at 2, 0 to 2 expected"),
+    ({"indices": [0, -1, 1, 1]}, "index -1 given at 1, 0 to 2 expected"),
+    ({"offsets": [0, 3, 1, 3, 4]}, "offsets 3, 1 given at 1, rising ones expected"),
+    ({"offsets": [0, 1, 1, 3, 3]}, "offsets from 0 to 3 given, 0 to 4 expected"),
+    ({"offsets": [1, 1, 1, 3, 4]}, "offsets from 1 to 4 given, 0 to 4 expected"),
+    ({"offsets": [0, 1, 4]}, "1 + a multiple of 2 tables x 2 ranks expected"),
+    ({"tables": [2, 3]}, "[2, 3] tables a rank expected"),
+    ({"tables": [2]}, "tables [2] given, one number for each of 2 ranks expected"),
+    ({"mode": "max"}, "mode 'max' given"),
+    ({"indices": torch.tensor([0, 2, 1, 1]).int()}, "indices [4] int32"),
+    ({"weight": torch.ones(2, 3, 5)}, "the ranks of the group do not agree on the call: rank 0"),
+]
 
 
 @on_device_ranks(2)
 def test_bad_input_is_refused_on_every_rank_and_the_next_call_works(rank):
-    group, said = dist.group.WORLD, {}
-    weight = torch.ones(2, 3, 4, device=DEVICE)
-    indices, offsets = torch.tensor([0, 2, 1, 1]), torch.tensor([0, 1, 1, 3, 4])
-
-    def attempt(name: str, **changes) -> None:
+    def attempt(**changes) -> None:
         """Rank 1's call is wrong."""
-        given = {"indices": indices, "offsets": offsets, "weight": weight, "tables": [2, 2]}
-        given |= changes if rank == 1 else {}
-        tensors = [given.pop(name).to(DEVICE) for name in ("weight", "indices", "offsets")]
-        try:
-            operate(*tensors, group, **given)
-        except ValueError as error:
-            said[name] = f"{type(error).__name__}: {error}"
+        given = {"weight": torch.ones(2, 3, 4), "indices": [0, 2, 1, 1], "tables": [2, 2]}
+        given |= {"offsets": [0, 1, 1, 3, 4]} | (changes if rank == 1 else {})
+        tensors = [torch.as_tensor(given.pop(n)) for n in ("weight", "indices", "offsets")]
+        operate(*[one.to(DEVICE) for one in tensors], dist.group.WORLD, **given)
 
-    attempt("index", indices=torch.tensor([0, 2, 3, 1]))
-    attempt("negative", indices=torch.tensor([0, -1, 1, 1]))
-    attempt("falling", offsets=torch.tensor([0, 3, 1, 3, 4]))
-    attempt("short", offsets=torch.tensor([0, 1, 1, 3, 3]))
-    attempt("late", offsets=torch.tensor([1, 1, 1, 3, 4]))
-    attempt("batch", offsets=torch.tensor([0, 1, 4]))
-    attempt("tables", tables=[2, 3])
-    attempt("ranks", tables=[2])
-    attempt("mode", mode="max")
-    attempt("dtype", indices=indices.int())
-    attempt("other D", weight=torch.ones(2, 3, 5))
-    attempt("no mistake")
-    assert said.keys() == WRONG.keys()
-    for name, words in WRONG.items():
-        assert words in said[name], name
-        assert "rank 1" in said[name], name
+    for changes, words in WRONG:
+        mismatch = errors.ProblemMismatch if "weight" in changes else ValueError
+        with pytest.raises(mismatch, match=re.escape(words)) as caught:
+            attempt(**changes)
+        assert "rank 1" in str(caught.value), words
+    attempt()
 
 
 @on_device_ranks(2)
@@ -273,11 +259,7 @@ def test_a_fallback_is_counted_with_its_reason(rank):
 
 @on_device_ranks(1)
 def test_one_rank_has_nobody_to_send_to(rank):
-    case = Case((3,))
-    y, dw = call(case, 0, 0, "auto")
-    expected_y, expected_dw = case.expected(case.operands(0), 0)
-    assert_exact(y, expected_y)
-    assert_exact(dw, expected_dw)
+    exact_calls(rank, [Case((3,))], "auto")
     assert flux_megatron.report().fallbacks == {}
 
 

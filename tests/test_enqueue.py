@@ -1,5 +1,5 @@
-"""Lists of driver calls, on a driver that notes what is done: what C enqueues is what Python's
-engine enqueues, in its order.
+"""The copy engine of GPUs and lists of driver calls, on a driver that notes what is done: what C
+enqueues is what Python's engine enqueues, in its order.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import ctypes
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fake_engines
 import pytest
@@ -63,6 +64,28 @@ def listed(engine: CudaCopyEngine, used: list) -> Any:
 
 def run(made: Any, epoch: int = 1) -> bool:
     return made.run(bytes(8), CALLERS, epoch, 0, 50)
+
+
+@pytest.mark.parametrize("epoch", fake_engines.EPOCHS)
+def test_what_comes_to_the_copy_stream(driver, epoch):
+    made = engine()
+    made.wait_count(100, 3)
+    made.copy(1000, 50, 8)
+    made.signal(2000, epoch)
+    made.write(100, 0)
+    made.fork()
+    made.join()
+    copied = [("wait", 100, 3, 0), ("copy", 1000, 50, 8), ("write", 2000, epoch % 2**32, 0)]
+    orders = [("record", CALLERS), ("follow", STREAM), ("record", STREAM), ("follow", CALLERS)]
+    *done, _, _, _, _ = every = [*driver.done()]
+    assert done == [(what, STREAM, *given) for what, *given in [*copied, ("write", 100, 0, 0)]]
+    assert [one[:2] for one in every[4:]] == orders
+
+
+def test_a_refusal_of_the_driver_is_an_error(driver):
+    driver.refuse(0, code=1)
+    with pytest.raises(RuntimeError, match="cuStreamWriteValue32 failed: 1"):
+        engine().signal(2000, 1)
 
 
 @pytest.mark.parametrize("epoch", fake_engines.EPOCHS)
@@ -125,46 +148,35 @@ def test_a_list_of_a_device_that_there_is_not(driver):
 def test_an_engine_of_another_device_asks_the_driver_for_a_capture(driver, monkeypatch):
     """torch knows of the current device's stream alone."""
     by_python = engine()
-    asked = []
-
-    def info(stream: int) -> tuple[int, int, int]:
-        asked.append(stream)
-        return 0, 1, 5
-
-    monkeypatch.setattr(driver, "cuStreamGetCaptureInfo", info, raising=False)
+    asked = mock.Mock(return_value=(0, 1, 5))
+    monkeypatch.setattr(driver, "cuStreamGetCaptureInfo", asked, raising=False)
     assert by_python.capture(CALLERS) == 0
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert by_python.capture(CALLERS) == 5
-    assert asked == [CALLERS]
+    asked.assert_called_once_with(CALLERS)
 
 
 def test_without_a_compiler_python_makes_the_calls_and_says_so(driver, monkeypatch):
     monkeypatch.setattr(enqueue, "DRIVER", "no_such_library.so")
     monkeypatch.setenv("FLUX_MEGATRON_NATIVE", "0")
     settings.reload()
+    device = torch.device("cuda", 0)
     with warnings.catch_warnings(action="error"):
-        assert not devices._engine(torch.device("cuda", 0)).runs_lists, "wanted"
+        assert not devices._engine(device).runs_lists, "wanted"
     monkeypatch.setenv("FLUX_MEGATRON_NATIVE", "1")
     settings.reload()
     enqueue.unavailable.cache_clear()
     try:
         with pytest.warns(UserWarning, match=r"Python makes the driver calls.*no_such_library"):
-            made = devices._engine(torch.device("cuda", 0))
+            assert not devices._engine(device).runs_lists
     finally:
         enqueue.unavailable.cache_clear()
-    assert not made.runs_lists
 
 
 BROKEN = {
     "a batch lacks its last": ("(stream, count, given, 0)", "(stream, count - 1, given, 0)"),
-    "a wait's address is the word": (
-        "address = value_of(first[i].a",
-        "address = value_of(first[i].b",
-    ),
-    "rows are copied without their pitch": (
-        "size_t pitch = value_of(one->pitch",
-        "size_t pitch = value_of(one->c",
-    ),
+    "a wait's address is the word": ("ess = value_of(first[i].a", "ess = value_of(first[i].b"),
+    "rows are copied without their pitch": ("h = value_of(one->pitch", "h = value_of(one->c"),
     "the first operation is left out": ("int at = 0,", "int at = 1,"),
     "an error is passed over": ("if ((code = words > 1", "if (0 && (code = words > 1"),
 }

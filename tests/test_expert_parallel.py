@@ -7,6 +7,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -25,6 +27,7 @@ from flux_megatron.kernels.expert_wgrad import expert_wgrad
 from flux_megatron.lab import reference
 from flux_megatron.problem import Plan, Tile
 
+DTYPES = [torch.float32, torch.bfloat16]
 SMALL = Tile(16, 16, 16, num_warps=4, num_stages=2)
 PLANS = {
     "sequential": Plan("sequential"),
@@ -34,8 +37,11 @@ PLANS = {
 }
 
 
-def even(ranks: int, experts: int) -> list[Tensor]:
-    return [torch.full((ranks, experts), 5, dtype=torch.int32) for _ in range(ranks)]
+def filled(ranks: int, experts: int, rows: int, where: object, others: int = 0) -> list[Tensor]:
+    """Counts of all ranks: `others`, but at [source, rank, expert] = `where` there are `rows`."""
+    counts = torch.full((ranks, ranks, experts), others, dtype=torch.int32)
+    counts[where] = rows
+    return list(counts)
 
 
 def uneven(ranks: int, experts: int) -> list[Tensor]:
@@ -45,31 +51,11 @@ def uneven(ranks: int, experts: int) -> list[Tensor]:
     return list(sizes[groups % len(sizes)])
 
 
-def empty_experts(ranks: int, experts: int) -> list[Tensor]:
-    """Only the last expert of each rank gets rows."""
-    counts = torch.zeros(ranks, ranks, experts, dtype=torch.int32)
-    counts[:, :, -1] = 6
-    return list(counts)
-
-
-def one_rank(ranks: int, experts: int) -> list[Tensor]:
-    """All rows of all ranks go to the last rank."""
-    counts = torch.zeros(ranks, ranks, experts, dtype=torch.int32)
-    counts[:, -1] = 4
-    return list(counts)
-
-
-def idle_source(ranks: int, experts: int) -> list[Tensor]:
-    """Rank 0 has no rows at all."""
-    counts = torch.full((ranks, ranks, experts), 3, dtype=torch.int32)
-    counts[0] = 0
-    return list(counts)
-
-
-def nothing(ranks: int, experts: int) -> list[Tensor]:
-    return list(torch.zeros(ranks, ranks, experts, dtype=torch.int32))
-
-
+even = partial(filled, rows=5, where=...)
+nothing = partial(filled, rows=0, where=...)
+empty_experts = partial(filled, rows=6, where=(..., -1))  # but the last one of each rank
+one_rank = partial(filled, rows=4, where=(slice(None), -1))  # the last, for all rows of all ranks
+idle_source = partial(filled, rows=0, where=0, others=3)  # rank 0 has no rows at all
 ROUTINGS = (even, uneven, empty_experts, one_rank, idle_source, nothing)
 
 
@@ -89,22 +75,15 @@ def operands(
     routing, ranks: int, experts: int, N: int, K: int, dtype: torch.dtype, layout: str, spare: int
 ) -> Operands:
     made = torch.Generator().manual_seed(N)
+    integers = partial(small_integers, dtype=dtype, generator=made, kept=0.5)
     counts = routing(ranks, experts)
     tokens = [int(one.sum()) for one in counts]
     received = torch.stack(counts).sum((0, 2)).tolist()
-    capacity = max(*tokens, *received) + spare or 1
-
-    def integers(*shape: int) -> Tensor:
-        return small_integers(shape, dtype, made, kept=0.5)
-
-    def weights(outer: int, inner: int) -> list[Tensor]:
-        shape = (outer, inner) if layout == "nt" else (inner, outer)
-        return [integers(experts, *shape) for _ in range(ranks)]
-
-    return Operands(
-        counts, [integers(T, K) for T in tokens], weights(N, K), weights(K, N),
-        [integers(T, K) for T in tokens], capacity,
-    )  # fmt: skip
+    x = [integers((T, K)) for T in tokens]
+    shapes = ((N, K), (K, N)) if layout == "nt" else ((K, N), (N, K))
+    w, v = ([integers((experts, *shape)) for _ in range(ranks)] for shape in shapes)
+    dy = [integers((T, K)) for T in tokens]
+    return Operands(counts, x, w, v, dy, max(*tokens, *received) + spare or 1)
 
 
 def leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -124,6 +103,18 @@ def expected(given: Operands, layout: str) -> Iterator[tuple[list[Tensor], ...]]
         yield [one.detach().to(dtype) for one in tensors]
 
 
+def passes(
+    rank: int, given: Operands, w: Tensor, v: Tensor, module: ModuleType = ops, **options
+) -> tuple[Tensor, ...]:
+    """Both operations on this rank's rows and their backward: hidden, y, dx, and what came."""
+    group, counts = dist.group.WORLD, given.counts[rank].to(DEVICE)
+    (x,) = leaves([given.x[rank].to(DEVICE)])
+    hidden, received = module.a2a_gemm(x, w, counts, group, capacity=given.capacity, **options)
+    y = module.gemm_a2a(hidden, v, counts, group, tokens=len(x), **options)
+    y.backward(given.dy[rank].to(DEVICE))
+    return hidden, y, x.grad, received
+
+
 def calls(
     rank: int, name: str, layouts: Sequence[str], routings: Sequence, experts: int = 3
 ) -> dict[str, int]:
@@ -132,24 +123,15 @@ def calls(
     results = []
     shape = (20, 24) if name in ("small tiles", "TMA") else (8, 16)
     for number, routing in enumerate(routings):
-        layout = layouts[number % len(layouts)]
-        dtype = torch.bfloat16 if number == 2 else torch.float32
+        layout, dtype = layouts[number % len(layouts)], DTYPES[number == 2]
         spare = number % 2 * 19
         given = operands(routing, group.size(), experts, *shape, dtype, layout, spare)
-        counts = given.counts[rank].to(DEVICE)
-        x, w, v = (leaves([one[rank].to(DEVICE)])[0] for one in (given.x, given.w, given.v))
-        hidden, received = ops.a2a_gemm(
-            x, w, counts, group, capacity=given.capacity, layout=layout, plan=plan
-        )
-        y = ops.gemm_a2a(hidden, v, counts, group, tokens=len(x), layout=layout, plan=plan)
-        y.backward(given.dy[rank].to(DEVICE))
-        came = torch.stack([one[rank] for one in given.counts])
-        assert_exact(received, came, routing.__name__)
-        what = ("hidden", "y", "dx", "dw", "dv")
-        for word, got, right in zip(
-            what, (hidden, y, x.grad, w.grad, v.grad), expected(given, layout), strict=True
-        ):
-            results.append((got, right[rank], f"{routing.__name__} {layout} {dtype} {word}"))
+        w, v = leaves([one[rank].to(DEVICE) for one in (given.w, given.v)])
+        hidden, y, dx, received = passes(rank, given, w, v, layout=layout, plan=plan)
+        assert_exact(received, torch.stack([one[rank] for one in given.counts]), str(routing))
+        got = {"hidden": hidden, "y": y, "dx": dx, "dw": w.grad, "dv": v.grad}
+        for right, (word, one) in zip(expected(given, layout), got.items(), strict=True):
+            results.append((one, right[rank], f"{routing} {layout} {dtype} {word}"))
     for got, right, text in results:  # all of them now: later calls leave results alone
         assert_exact(got, right, text)
     return {strategy: count for (_, strategy), count in flux_megatron.report().calls.items()}
@@ -176,11 +158,10 @@ def test_one_rank():
 @pytest.mark.parametrize("world_size", [1, 3, 8])
 def test_any_number_of_ranks(world_size, strategy):
     routings = (uneven, idle_source, one_rank if world_size == 8 else empty_experts)
+    options = {"experts": 3 - world_size // 4}
     environment = {"FLUX_MEGATRON_STRATEGY": strategy}
-    for counted in on_device(
-        calls, world_size, "fused", ("nt", "nn"), routings, 3 - world_size // 4,
-        environment=environment,
-    ):  # fmt: skip
+    work = partial(calls, name="fused", layouts=("nt", "nn"), routings=routings, **options)
+    for counted in on_device(work, world_size, environment=environment):
         assert counted == {strategy: 2 * len(routings)}
 
 
@@ -199,34 +180,28 @@ def test_any_number_of_ranks(world_size, strategy):
 def test_rows_that_do_not_fit_are_refused_by_all_ranks(rank, name, spoil, message):
     group, plan = dist.group.WORLD, PLANS[name]
     given = operands(one_rank, 2, 3, 8, 16, torch.float32, "nt", spare=0)
-    x, w, counts = given.x[rank], given.w[rank], given.counts[rank].clone()
-    capacity = given.capacity
+    counts, capacity = given.counts[rank].clone(), given.capacity
     if spoil == "capacity":
         capacity -= 1
     elif rank == 1:
-        counts[0, 1] = {"too many": 2, "negative": -4, "wrapped": 2**31 - 1}.get(spoil, -4)
+        counts[0, 1] = {"too many": 2, "wrapped": 2**31 - 1}.get(spoil, -4)
         if spoil == "negative, the sum right":
             counts[0, 0] += given.counts[rank].sum() - counts.sum()
-    x, w, counts = x.to(DEVICE), w.to(DEVICE), counts.to(DEVICE)
+    x, w, counts = (one.to(DEVICE) for one in (given.x[rank], given.w[rank], counts))
 
     def called() -> None:
         ops.a2a_gemm(x, w, counts, group, capacity=capacity, plan=plan)
         flux_megatron.synchronize()  # on GPUs only the device knows
 
     for _ in range(2):  # and every call after it
-        with pytest.raises(errors.CapacityExceeded) as caught:
+        with pytest.raises(errors.CapacityExceeded, match=message):
             called()
-        assert message in str(caught.value)
 
 
-def wrong(rank: int, change: dict, message: str) -> None:
-    made = {
-        "x": torch.ones(6, 4, device=DEVICE), "w": torch.ones(3, 8, 4, device=DEVICE),
-        "counts": torch.ones(2, 3, dtype=torch.int32, device=DEVICE), "capacity": 16,
-    } | change  # fmt: skip
-    x, w, counts = (made.pop(name).to(DEVICE) for name in ("x", "w", "counts"))
-    with pytest.raises(ValueError, match=message):
-        ops.a2a_gemm(x, w, counts, dist.group.WORLD, **made)
+def ones() -> dict[str, Tensor]:
+    """Six rows for three experts of two ranks."""
+    x, w = torch.ones(6, 4, device=DEVICE), torch.ones(3, 8, 4, device=DEVICE)
+    return {"x": x, "w": w, "counts": torch.ones(2, 3, dtype=torch.int32, device=DEVICE)}
 
 
 BAD = [
@@ -242,30 +217,25 @@ BAD = [
 @on_device_ranks(2)
 def test_wrong_arguments_are_refused(rank):
     z, v = torch.ones(5, 8, device=DEVICE), torch.ones(3, 4, 8, device=DEVICE)
-    counts = torch.ones(2, 3, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="6 rows and capacity 5 given"):
-        ops.gemm_a2a(z, v, counts, dist.group.WORLD, tokens=6)
+        ops.gemm_a2a(z, v, ones()["counts"], dist.group.WORLD, tokens=6)
     for change, message in BAD:
-        wrong(rank, change, message)
+        made = ones() | {"capacity": 16} | change
+        tensors = [made.pop(name).to(DEVICE) for name in ("x", "w", "counts")]
+        with pytest.raises(ValueError, match=message):
+            ops.a2a_gemm(*tensors, dist.group.WORLD, **made)
 
 
 @pytest.mark.parametrize("plan", [None, Plan("sequential")], ids=["auto", "named"])
 @on_device_ranks(2)
 def test_disagreement_of_ranks_is_reported(rank, plan):
-    x, w = torch.ones(6, 4, device=DEVICE), torch.ones(3, 8, 4, device=DEVICE)
-    counts = torch.ones(2, 3, dtype=torch.int32, device=DEVICE)
-    with pytest.raises(errors.ProblemMismatch) as caught:
-        ops.a2a_gemm(x, w, counts, dist.group.WORLD, capacity=16 + rank, plan=plan)
-    reported = str(caught.value)
-    assert "capacity 16" in reported
-    assert "capacity 17" in reported
+    with pytest.raises(errors.ProblemMismatch, match=r"capacity 16.*capacity 17"):
+        ops.a2a_gemm(*ones().values(), dist.group.WORLD, capacity=16 + rank, plan=plan)
 
 
 @on_device_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "pipelined"})
 def test_a_strategy_that_is_not_built_falls_back_and_is_reported(rank):
-    x, w = torch.ones(6, 4, device=DEVICE), torch.ones(3, 8, 4, device=DEVICE)
-    counts = torch.ones(2, 3, dtype=torch.int32, device=DEVICE)
-    y, _ = ops.a2a_gemm(x, w, counts, dist.group.WORLD, capacity=7)
+    y, _ = ops.a2a_gemm(*ones().values(), dist.group.WORLD, capacity=7)
     assert_exact(y, torch.cat([torch.full((6, 8), 4.0), torch.zeros(1, 8)]))
     reasons = [reason for _, reason in flux_megatron.report().fallbacks]
     assert reasons == ["pipelined is not built for a2a_gemm"]
@@ -287,16 +257,19 @@ def test_a_hopper_gpu_that_runs_portable_kernels_says_why(on_hopper):
     assert [str(one.message) for one in said] == whys * on_hopper
 
 
+def gradients(a: Tensor, b: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Of each expert's weight, from as many rows as it has in `sizes`, one after the other."""
+    pieces = (t[: sum(sizes)].float().split(sizes) for t in (a, b))
+    return torch.stack([x.t() @ y for x, y in zip(*pieces, strict=True)])
+
+
 @pytest.mark.parametrize("sizes", [(0, 5, 70), (33, 0, 0)])
 def test_weight_gradient_kernel(sizes):
     made = torch.Generator().manual_seed(0)
     a, b = (small_integers((sum(sizes) + 9, n), torch.float32, made).to(DEVICE) for n in (20, 70))
     ends = torch.tensor(sizes, device=DEVICE).cumsum(0).to(torch.int32)
     a[sum(sizes) :] = float("nan")  # rows of no expert
-    right = [
-        x.t() @ y for x, y in zip(*(t[: sum(sizes)].split(sizes) for t in (a, b)), strict=True)
-    ]
-    assert_exact(expert_wgrad(a, b, ends), torch.stack(right))
+    assert_exact(expert_wgrad(a, b, ends), gradients(a, b, sizes))
 
 
 @pytest.mark.parametrize("adds", [False, True])
@@ -307,9 +280,7 @@ def test_weight_gradients_by_kernel_of_rows_of_several_ranks(adds, monkeypatch):
     made = torch.Generator().manual_seed(0)
     received = torch.tensor([[2, 0, 5], [1, 4, 0], [3, 3, 1]], dtype=torch.int32).to(DEVICE)
     a, b = (small_integers((21, n), torch.float32, made).to(DEVICE) for n in (12, 20))
-    right = torch.stack([x.t() @ y for x, y in zip(a[:19].split([6, 7, 6]), b[:19].split([6, 7, 6]),
-                                                   strict=True)])  # fmt: skip
-    dw = torch.ones(3, 12, 20, device=DEVICE)
+    right, dw = gradients(a, b, (6, 7, 6)), torch.ones(3, 12, 20, device=DEVICE)
     if adds:
         wgrad.add_weight_gradient(ExpertWeights(dw), a, b, received)
         assert_exact(dw, 1 + right)

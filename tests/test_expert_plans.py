@@ -53,10 +53,8 @@ def test_exactly_this_problem_and_environment_hit(cache):
     file = keep(entry)
     plan_cache.opened.cache_clear()
     assert plans.kept(PROBLEM, CPU) == entry
-    others = {
-        "operation": "gemm_a2a", "capacity": 31, "experts": 2, "N": 9, "K": 17,
-        "dtype": "bfloat16", "world_size": 4, "layout": "nn", "device": "cuda",
-    }  # fmt: skip
+    others = {"operation": "gemm_a2a", "capacity": 31, "experts": 2, "N": 9, "K": 17}
+    others |= {"dtype": "bfloat16", "world_size": 4, "layout": "nn", "device": "cuda"}
     assert {*others} == {*PROBLEM.__dataclass_fields__}
     for name, value in others.items():
         assert plans.kept(replace(PROBLEM, **{name: value}), CPU) is None, name
@@ -73,9 +71,7 @@ def test_what_is_measured_again_takes_the_place_and_what_cannot_be_read_is_a_mis
     first = keep(entry_of(PROBLEM, PLAIN))
     assert keep(entry_of(PROBLEM, Plan("fused"))) == first
     plan_cache.opened.cache_clear()
-    found = plans.kept(PROBLEM, CPU)
-    assert found is not None
-    assert found.plan.strategy == "fused"
+    assert plans.kept(PROBLEM, CPU).plan.strategy == "fused"
     first.write_text(first.read_text().replace('"noise_us"', '"silence_us"'))
     plan_cache.opened.cache_clear()
     with pytest.warns(UserWarning, match=r"left out: .*entry 0: .*noise_us"):
@@ -92,31 +88,20 @@ def chosen(rank: int, folder: Path, entries: list[ExpertEntry]) -> dict:
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="entries are of interpreted kernels")
 def test_calls_take_what_the_leader_has_kept(tmp_path):
-    problems = tune_problems()
-    entries = [entry_of(one, Plan("signalled", tile=fused_tile(), splits=2)) for one in problems]
+    # of `calls` with `even` counts: 5 rows for each of 3 experts of 2 ranks, no spare ones
+    first = ExpertProblem("a2a_gemm", 30, 3, 8, 16, "float32", 2, "nt", "cpu")
+    second = replace(first, operation="gemm_a2a", N=16, K=8)
+    problems = [first, second, replace(second, layout="nn"), replace(first, layout="nn")]
+    tile = fused.default_plan(torch.empty(1, 16), 8).tile
+    entries = [entry_of(one, Plan("signalled", tile=tile, splits=2)) for one in problems]
     entries[1] = entry_of(problems[1], PLAIN)
     environment = {"FLUX_MEGATRON_CACHE": str(tmp_path)}
     for counted in on_device(chosen, 2, tmp_path, entries, environment=environment):
-        assert counted == {
-            ("a2a_gemm", "signalled"): 2, ("gemm_a2a", "sequential"): 1,
-            ("gemm_a2a", "signalled"): 1,
-        }  # fmt: skip
+        second = {("gemm_a2a", "sequential"): 1, ("gemm_a2a", "signalled"): 1}
+        assert counted == {("a2a_gemm", "signalled"): 2} | second
     environment["FLUX_MEGATRON_STRATEGY"] = "fused"  # named by the user
     for counted in on_device(chosen, 2, tmp_path, entries, environment=environment):
         assert counted == {("a2a_gemm", "fused"): 2, ("gemm_a2a", "fused"): 2}
-
-
-def tune_problems() -> list[ExpertProblem]:
-    """Of `calls` with `even` counts: 5 rows for each of 3 experts of 2 ranks, no spare ones."""
-    first = ExpertProblem("a2a_gemm", 30, 3, 8, 16, "float32", 2, "nt", "cpu")
-    second = replace(first, operation="gemm_a2a", N=16, K=8)
-    return [
-        first, second, replace(second, layout="nn"), replace(first, layout="nn"),
-    ]  # fmt: skip
-
-
-def fused_tile():
-    return fused.default_plan(torch.empty(1, 16), 8).tile
 
 
 def measured(rank: int, problem: ExpertProblem, wrong: bool) -> tuple[ExpertEntry, list]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from closeness import assert_exact, small_integers
 from ranks import DEVICE, on_device_ranks
-from test_expert_parallel import PLANS, expected, idle_source, leaves, operands, uneven
+from test_expert_parallel import PLANS, expected, gradients, idle_source, operands, passes, uneven
 from test_signalled_experts import plan_of
 from torch import Tensor
 
@@ -35,35 +34,13 @@ def apart(rows: int, reverse: bool, dtype: torch.dtype = torch.float32) -> list[
 @pytest.mark.parametrize("reverse", [False, True])
 def test_one_distance_is_one_view(rows, reverse):
     given = apart(rows, reverse)
-    found = as_one(given)
+    found, one = as_one(given), as_one(given[:1])
     assert (found.pitch, found.first) == ((-rows, 2 * rows) if reverse else (rows, 0))
     assert len(found.rows()) == 2 * rows + N
     for expert, matrix in enumerate(given):
         assert found.of(expert).data_ptr() == matrix.data_ptr()
         assert_exact(found.rows()[found.first + expert * found.pitch :][:N], matrix)
-
-
-def test_one_expert_is_one_view():
-    found = as_one(apart(N, False)[:1])
-    assert (found.matrices.shape, found.pitch, found.first) == ((1, N, K), N, 0)
-
-
-def swapped() -> list[Tensor]:
-    first, second, third = apart(N, False)
-    return [first, third, second]
-
-
-def part_of_a_row() -> list[Tensor]:
-    storage = torch.zeros(E * (N * K + 2))
-    return [storage[e * (N * K + 2) :][: N * K].view(N, K) for e in range(E)]
-
-
-def overlapping() -> list[Tensor]:
-    return [torch.zeros(N + E, K)[e : e + N] for e in range(E)]
-
-
-def transposed() -> list[Tensor]:
-    return [matrix.t() for matrix in torch.zeros(E, K, N)]
+    assert (one.matrices.shape, one.pitch, one.first) == ((1, N, K), N, 0)
 
 
 def of_other_storages() -> list[Tensor]:
@@ -74,11 +51,19 @@ def of_other_storages() -> list[Tensor]:
                              dtype=memory.dtype).view(N, K) for e in range(E)]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "made", [swapped, part_of_a_row, overlapping, transposed, of_other_storages]
-)
-def test_all_else_is_none(made: Callable[[], list[Tensor]]):
-    assert as_one(made()) is None
+ROWS, APART = torch.zeros(N + E, K), apart(N, False)
+NOT_ONE_VIEW = {
+    "swapped": [APART[e] for e in (0, 2, 1)],
+    "part of a row": [*torch.zeros(E, N * K + 2)[:, :-2].unflatten(1, (N, K))],
+    "overlapping": [ROWS[e : e + N] for e in range(E)],
+    "transposed": [matrix.t() for matrix in torch.zeros(E, K, N)],
+    "of other storages": of_other_storages(),
+}
+
+
+@pytest.mark.parametrize("given", NOT_ONE_VIEW.values(), ids=NOT_ONE_VIEW)
+def test_all_else_is_none(given):
+    assert as_one(given) is None
 
 
 def laid(w: Tensor, reverse: bool) -> Tensor:
@@ -100,16 +85,12 @@ def test_strategies_read_matrices_where_they_lie(rank, name, reverse):
     plan = plan_of(2, tma=True) if name == "signalled" else PLANS[name]
     for layout in ("nt", "nn"):
         given = operands(uneven, group.size(), 3, 20, 24, torch.float32, layout, spare=3)
-        counts = given.counts[rank].to(DEVICE)
-        x = leaves([given.x[rank].to(DEVICE)])[0]
         w, v = (laid(one[rank].to(DEVICE), reverse) for one in (given.w, given.v))
         w.requires_grad_(), v.requires_grad_()
         options = {"layout": layout, "plan": plan, "reverse": reverse}
-        hidden, _ = ops.a2a_gemm(x, w, counts, group, capacity=given.capacity, **options)
-        y = ops.gemm_a2a(hidden, v, counts, group, tokens=len(x), **options)
-        y.backward(given.dy[rank].to(DEVICE))
+        hidden, y, dx, _ = passes(rank, given, w, v, **options)
         dw, dv = (one.grad.flip(0) if reverse else one.grad for one in (w, v))
-        for got, right in zip((hidden, y, x.grad, dw, dv), expected(given, layout), strict=True):
+        for got, right in zip((hidden, y, dx, dw, dv), expected(given, layout), strict=True):
             assert_exact(got, right[rank], f"{name} {layout}")
 
 
@@ -121,29 +102,32 @@ def test_other_strides_are_refused_by_all_ranks(rank):
         ops.a2a_gemm(x, w, counts, dist.group.WORLD, capacity=16)
 
 
-@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize(("scattered", "frozen"), [(False, False), (True, False), (False, True)])
 @on_device_ranks(2)
-def test_parameters_that_lie_apart_are_not_copied(rank, scattered):
-    """As autograd sees one parameter an expert; others are copied, which is said once."""
+def test_parameters_that_lie_apart_are_not_copied(rank, scattered, frozen):
+    """As autograd sees one parameter an expert; others are copied, which is said once. Those of the
+    first expert may be frozen.
+    """
     group = dist.group.WORLD
     given = operands(idle_source, group.size(), 3, 8, 16, torch.float32, "nt", spare=0)
-    counts = given.counts[rank].to(DEVICE)
-    x = leaves([given.x[rank].to(DEVICE)])[0]
     w, v = ([*laid(one[rank].to(DEVICE), True)][::-1] for one in (given.w, given.v))
     if scattered:
         w, v = ([one.clone() for one in some] for some in (w, v))
-    for one in (*w, *v):
-        one.requires_grad_()
     flux_megatron.reset_report()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
-            hidden, _ = separate.a2a_gemm(x, w, counts, group, capacity=given.capacity)
-            y = separate.gemm_a2a(hidden, v, counts, group, tokens=len(x))
-    y.backward(given.dy[rank].to(DEVICE))
-    got = (hidden, y, x.grad, *(torch.stack([one.grad for one in some]) for some in (w, v)))
-    for one, right in zip(got, expected(given, "nt"), strict=True):
-        assert_exact(one, right[rank])
+            for one in (*w[frozen:], *v[frozen:]):
+                one.requires_grad_().grad = None
+            *got, _ = passes(rank, given, w, v, separate)
+    *right, dw, dv = expected(given, "nt")
+    for one, of_all in zip(got, right, strict=True):
+        assert_exact(one, of_all[rank])
+    for one, gradient in zip([*w, *v], [*dw[rank], *dv[rank]], strict=True):
+        assert (one.grad is not None) == one.requires_grad
+        if one.requires_grad:
+            assert_exact(one.grad, gradient)
+    x, counts = given.x[rank].to(DEVICE), given.counts[rank].to(DEVICE)
     with torch.no_grad():
         kept = mock.Mock(wraps=ops._a2a_gemm)
         with mock.patch.object(ops, "_a2a_gemm", kept):
@@ -154,32 +138,8 @@ def test_parameters_that_lie_apart_are_not_copied(rank, scattered):
     texts = [str(one.message) for one in said if "copied" in str(one.message)]
     assert bool(texts) == scattered
     assert len(texts) == len(set(texts))
-    if scattered:
-        assert (
-            "weights of experts are copied: 3 of [8, 16] do not lie one distance apart" in texts[0]
-        )
-
-
-@on_device_ranks(2)
-def test_one_expert_of_several_is_frozen(rank):
-    """The first of each linear; the others learn as before."""
-    group = dist.group.WORLD
-    given = operands(idle_source, group.size(), 3, 8, 16, torch.float32, "nt", spare=0)
-    counts = given.counts[rank].to(DEVICE)
-    x = leaves([given.x[rank].to(DEVICE)])[0]
-    w, v = ([*one[rank].to(DEVICE)] for one in (given.w, given.v))
-    for _, *others in (w, v):
-        for one in others:
-            one.requires_grad_()
-    hidden, _ = separate.a2a_gemm(x, w, counts, group, capacity=given.capacity)
-    y = separate.gemm_a2a(hidden, v, counts, group, tokens=len(x))
-    y.backward(given.dy[rank].to(DEVICE))
-    *_, dx, dw, dv = (right[rank] for right in expected(given, "nt"))
-    assert_exact(x.grad, dx)
-    for (first, *others), right in ((w, dw), (v, dv)):
-        assert first.grad is None
-        for one, gradient in zip(others, right[1:], strict=True):
-            assert_exact(one.grad, gradient)
+    wanted = "weights of experts are copied: 3 of [8, 16] do not lie one distance apart"
+    assert not scattered or wanted in texts[0]
 
 
 @pytest.mark.parametrize("into", [None, torch.bfloat16, torch.float32])
@@ -203,8 +163,7 @@ def test_gradients_are_added_where_they_lie(reverse, by_kernel):
     sizes = (5, 0, 33)
     made = torch.Generator().manual_seed(0)
     a, b = (small_integers((sum(sizes) + 9, n), torch.bfloat16, made).to(DEVICE) for n in (20, 70))
-    pieces = (t[: sum(sizes)].float().split(sizes) for t in (a, b))
-    right = torch.stack([x.t() @ y for x, y in zip(*pieces, strict=True)])
+    right = gradients(a, b, sizes)
     view = laid(torch.full((3, 20, 70), 2.0, device=DEVICE), reverse)
     into = ExpertWeights(view, reverse)
     received = torch.tensor([[5, 0, 3], [0, 0, 30]], dtype=torch.int32, device=DEVICE)

@@ -44,26 +44,19 @@ def test_exact_forward_and_backward(rank, strategy):
 
 @on_device_ranks(2, environment=FUSED)
 def test_what_needs_no_gradient_costs_nothing(rank):
-    """What needs no gradient is not gathered, not computed and not kept."""
     R = dist.get_world_size()
     sizes = ((5, 3), 7, 9)
     first = layer("column", R, torch.float32, *sizes, True)
     check(first, rank)  # the workspace exists from here on
     # gathers and scatters of forward and backward together
     expected = {
-        ("column", "x"): (1, 1),
-        ("column", "w"): (2, 0),
-        ("column", "b"): (1, 0),
-        ("column", "xb"): (1, 1),
-        ("column", "xw"): (2, 1),
-        ("column", ""): (1, 0),
-        ("row", "x"): (1, 1),
-        ("row", "w"): (1, 1),
-        ("row", "xw"): (1, 1),
-        ("row", ""): (0, 1),
-    }
+        ("column", "x"): (1, 1), ("column", "w"): (2, 0), ("column", "b"): (1, 0),
+        ("column", "xb"): (1, 1), ("column", "xw"): (2, 1), ("column", ""): (1, 0),
+        ("row", "x"): (1, 1), ("row", "w"): (1, 1), ("row", "xw"): (1, 1), ("row", ""): (0, 1),
+        **{("local", needs): (0, 0) for needs in ("x", "w", "b", "xb", "wb", "xwb", "")},
+    }  # fmt: skip
     for (kind, needs), transferred in expected.items():
-        made = layer(kind, R, torch.float32, *sizes, kind == "column")
+        made = layer(kind, R, torch.float32, *sizes, kind != "row")
         assert transfers(lambda m=made, n=needs: check(m, rank, n)) == transferred, (kind, needs)
         x, w, bias = mine(made, rank, needs)
         y = apply(made, x, w, bias)
@@ -72,10 +65,6 @@ def test_what_needs_no_gradient_costs_nothing(rank):
     made = layer("column", R, torch.float32, *sizes, True)
     assert transfers(lambda: check(made, rank, save_gathered=True)) == (1, 1)
     assert transfers(lambda: check(made, rank, "xb", save_gathered=True)) == (1, 1)
-    for needs in ("x", "w", "b", "xb", "wb", "xwb", ""):
-        assert transfers(
-            lambda n=needs: check(layer("local", R, torch.float32, *sizes, True), rank, n)
-        ) == (0, 0)
 
 
 @on_device_ranks(2)
@@ -134,14 +123,13 @@ def test_layers_back_to_back(rank, late):
         for shape in ((5, 6), (6, 5), (5, 6), (6, 5))
     ]
     whole = torch.cat(x).requires_grad_()
-    columns = [[w.clone().requires_grad_() for w in shards] for shards in weights]
+    shards = [[w.clone().requires_grad_() for w in of_all] for of_all in weights]
     y = whole
-    for w1, w2 in (columns[:2], columns[2:]):
+    for w1, w2 in (shards[:2], shards[2:]):
         hidden = [h.relu() for h in reference.all_gather_gemm([y], w1)]
         y = y + reference.gemm_all_reduce(hidden, w2)[0]
     y.sum().backward()
-    mine = x[rank].float().to(DEVICE).requires_grad_()
-    own = [shards[rank].float().to(DEVICE).requires_grad_() for shards in weights]
+    mine, *own = (one[rank].float().to(DEVICE).requires_grad_() for one in (x, *weights))
     out = mine
     for w1, w2 in (own[:2], own[2:]):
         if rank == late:
@@ -153,8 +141,8 @@ def test_layers_back_to_back(rank, late):
         be_late(0.05)
     out.sum().backward()
     assert_exact(mine.grad, whole.grad.chunk(R)[rank].float(), "dx")
-    for number, (w, shards) in enumerate(zip(own, columns, strict=True)):
-        assert_exact(w.grad, shards[rank].grad.float(), f"dw of layer {number}")
+    for number, (w, of_all) in enumerate(zip(own, shards, strict=True)):
+        assert_exact(w.grad, of_all[rank].grad.float(), f"dw of layer {number}")
 
 
 @on_device_ranks(2, environment=FUSED)

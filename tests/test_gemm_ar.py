@@ -58,15 +58,15 @@ def test_exact(rank, plan):
     group = dist.group.WORLD
     flux_megatron.reset_report()
     results = []
-    for turn in range(2):  # the second time through the other half of the workspace
-        for M_shard, N, K_local in SIZES:
-            for dtype in (torch.float32, torch.bfloat16):
-                for layout in ("nt", "nn"):
-                    M = M_shard * group.size()
-                    xs, ws, expected = operands(M, N, K_local, group.size(), dtype, layout)
-                    x, w = xs[rank].to(DEVICE), ws[rank].to(DEVICE)
-                    y = ops.gemm_all_reduce(x, w, group, layout=layout, plan=PLANS[plan])
-                    results.append((y, expected[rank], f"{turn} {M_shard} {N} {dtype} {layout}"))
+    kinds = itertools.product(range(2), SIZES, (torch.float32, torch.bfloat16), ("nt", "nn"))
+    for kind in kinds:  # the second turn through the other half of the workspace
+        _, (M_shard, N, K_local), dtype, layout = kind
+        M = M_shard * group.size()
+        xs, ws, expected = operands(M, N, K_local, group.size(), dtype, layout)
+        y = ops.gemm_all_reduce(
+            xs[rank].to(DEVICE), ws[rank].to(DEVICE), group, layout=layout, plan=PLANS[plan]
+        )
+        results.append((y, expected[rank], str(kind)))
     for y, expected, what in results:  # all of them now: later calls leave results alone
         assert_exact(y, expected, what)
     counted = {name: count for (_, name), count in flux_megatron.report().calls.items()}
@@ -113,31 +113,27 @@ def test_rows_that_cannot_be_divided_are_reduced_without_overlap(rank):
     assert reasons == ["5 rows cannot be divided over 2 ranks"]
 
 
-def ragged(rank: int) -> None:
-    group = dist.group.WORLD
-    for M, transport in itertools.product((257, 2049, 3333), ("sm", "copy_engine")):
-        plan = Plan("hopper", tile=replace(TILE, group_m=16), transport=transport, comm_rows=512)
-        for layout in ("nt", "nn"):
-            xs, ws, expected = operands(M, 264, 200, group.size(), torch.bfloat16, layout)
-            x, w = xs[rank].to(DEVICE), ws[rank].to(DEVICE)
-            for turn in range(3):
-                y = ops.gemm_all_reduce(x, w, group, layout=layout, plan=plan)
-                assert_exact(y, expected[rank], f"{M} {transport} {layout} {turn}")
-
-
 @pytest.mark.skipif(not ON_HOPPER, reason="`hopper` needs GPUs of compute capability 9")
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_of_the_last_rank_hopper_sums_fewer_rows(world_size):
-    on_device(ragged, world_size)
+@on_device_ranks("world_size")
+def test_of_the_last_rank_hopper_sums_fewer_rows(rank):
+    group = dist.group.WORLD
+    kinds = itertools.product((257, 2049, 3333), ("sm", "copy_engine"), ("nt", "nn"))
+    for M, transport, layout in kinds:
+        plan = Plan("hopper", tile=replace(TILE, group_m=16), transport=transport, comm_rows=512)
+        xs, ws, expected = operands(M, 264, 200, group.size(), torch.bfloat16, layout)
+        x, w = xs[rank].to(DEVICE), ws[rank].to(DEVICE)
+        for turn in range(3):
+            y = ops.gemm_all_reduce(x, w, group, layout=layout, plan=plan)
+            assert_exact(y, expected[rank], f"{M} {transport} {layout} {turn}")
 
 
 @pytest.mark.parametrize(("M", "R", "fewer"), [(3333, 2, True), (5, 4, False), (9, 8, False)])
 def test_hopper_needs_a_row_for_each_rank(M, R, fewer, monkeypatch):
     monkeypatch.setattr(hopper.hopper_gemm, "supports", lambda problem: None)
     problem = Problem(Pattern.GEMM_AR, M, 264, 400, "bfloat16", R)
-    assert hopper.supports(problem) == (
-        None if fewer else f"{M} rows cannot be divided over {R} ranks"
-    )
+    refusal = None if fewer else f"{M} rows cannot be divided over {R} ranks"
+    assert hopper.supports(problem) == refusal
     assert hopper.supports(replace(problem, pattern=Pattern.GEMM_RS)) is not None
 
 
@@ -153,8 +149,8 @@ def test_the_sums_are_on_their_way_between_start_and_finish(rank):
         channels = workspace(group, here()).channels
         before = channels["scatter"].epoch, channels["gather"].epoch
         reduction = ops.start_gemm_ar(x, w, group, layout="nn", plan=plan)
-        begun = channels["scatter"].epoch - before[0], channels["gather"].epoch - before[1]
-        assert begun == (1, 1), "the gather hides behind what comes now"
+        begun = channels["scatter"].epoch, channels["gather"].epoch
+        assert begun == (before[0] + 1, before[1] + 1), "the gather hides behind what comes now"
         assert_exact(reduction.finish(), expected[rank])
     reduction = ops.start_gemm_ar(x, w, group, layout="nn", plan=Plan("sequential"))
     assert isinstance(reduction.work, dist.Work)
@@ -185,13 +181,13 @@ def test_at_training_sizes_every_strategy_is_measured(layout, monkeypatch):
 
 @on_cpu_ranks(2)
 def test_the_bench_measures_it_beside_the_all_reduce(rank, tmp_path):
-    file = str(tmp_path / "rows.jsonl")
+    file = tmp_path / "rows.jsonl"
     options = Options(
-        ("llama2-70b",), ("gemm_ar",), (32,), out=file, rounds=2, tp=2, device="cpu", scale=512
+        ("llama2-70b",), ("gemm_ar",), (32,), out=str(file), rounds=2, tp=2, device="cpu", scale=512
     )
-    runner.measure_all(options, run_here(tmp_path / "rows.jsonl", 512))
+    runner.measure_all(options, run_here(file, 512))
     dist.barrier()
-    rows = rows_of(tmp_path / "rows.jsonl")
+    rows = rows_of(file)
     right = {(row.op, row.candidate) for row in rows if row.status == records.OK}
     names = ("gemm", "serial", "sequential", "pipelined", "fused", "auto")
     assert right >= {(op, name) for op in ("proj", "fc2") for name in names}

@@ -6,6 +6,8 @@ The protocol of captured calls is tested without GPUs in `protocol/test_virtual_
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ import flux_megatron
 from flux_megatron import errors, ops
 from flux_megatron.nn.functions import column_parallel_linear
 from flux_megatron.problem import Plan, Tile
+from flux_megatron.symm.cuda_backend import CudaCopyEngine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need GPUs")
 
@@ -57,7 +60,7 @@ class Captured:
         """New data of all ranks; what the calls must give."""
         expected = []
         for case, inputs in zip(self.cases, self.inputs, strict=True):
-            given = operands(Case(**{**case.__dict__, "seed": seed}), self.group.size())
+            given = operands(replace(case, seed=seed), self.group.size())
             for tensor, new in zip(inputs, self._mine(given), strict=True):
                 tensor.copy_(new)
             expected.append(given.expected[self.rank])
@@ -70,6 +73,14 @@ class Captured:
             ops.gemm_reduce_scatter(*y, self.group, plan=rs.plan),
         ]
 
+    def graph(self) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
+        """The calls captured, which have been made before, and their results."""
+        self.call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            return graph, self.call()
+
 
 def same(results: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:
     torch.cuda.synchronize()
@@ -81,11 +92,7 @@ def same(results: list[torch.Tensor], expected: list[torch.Tensor], what: str) -
 def replays(rank: int, plan: Plan) -> None:
     captured, draw = Captured(plan), random.Random(rank)
     captured.load(0)
-    captured.call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = captured.call()
+    graph, results = captured.graph()
     seed = 0
     for count in (1, 2, 3, 7):
         for _ in range(count):
@@ -120,11 +127,7 @@ def test_growth_after_a_capture(rank):
     """A graph keeps the memory that it was captured with, whatever later calls need."""
     captured = Captured(PLANS["fused"])
     expected = captured.load(0)
-    captured.call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = captured.call()
+    graph, results = captured.graph()
     x = torch.ones(4096, 64, dtype=torch.bfloat16, device="cuda")
     w = torch.ones(32, 64, dtype=x.dtype, device="cuda")
     big = ops.all_gather_gemm(x, w, captured.group, plan=PLANS["fused"])
@@ -143,3 +146,17 @@ def test_a_capture_that_would_need_memory_is_refused(rank):
         torch.cuda.graph(graph),
     ):
         column_parallel_linear(x.repeat(1000, 1), w, None, group=dist.group.WORLD)
+
+
+@pytest.mark.gpu
+@on_device_ranks(1)
+def test_a_thread_that_has_not_used_a_gpu_yet_makes_an_engine(rank):
+    """An engine is made where the process has a context and the thread has none, as in backward."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.Stream(device, priority=-1)  # torch keeps a pool, from which the engine's comes
+    with ThreadPoolExecutor(1) as pool:
+        engine = pool.submit(CudaCopyEngine, device).result()
+    engine.fork()
+    engine.join()
+    torch.cuda.synchronize(device)
+    assert engine.capture(engine.current()) == 0
