@@ -158,10 +158,9 @@ def test_one_rank():
 @pytest.mark.parametrize("world_size", [1, 3, 8])
 def test_any_number_of_ranks(world_size, strategy):
     routings = (uneven, idle_source, one_rank if world_size == 8 else empty_experts)
-    options = {"experts": 3 - world_size // 4}
+    given = "fused", ("nt", "nn"), routings, 3 - world_size // 4
     environment = {"FLUX_MEGATRON_STRATEGY": strategy}
-    work = partial(calls, name="fused", layouts=("nt", "nn"), routings=routings, **options)
-    for counted in on_device(work, world_size, environment=environment):
+    for counted in on_device(calls, world_size, *given, environment=environment):
         assert counted == {strategy: 2 * len(routings)}
 
 

@@ -8,7 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from flux_megatron.kernels import hopper_descriptors
 from flux_megatron.kernels.gluon_versions import (
     Descriptor,
     Number,
@@ -46,13 +45,7 @@ class Gathering(NamedTuple):
     drawn: Any
 
 
-def tensors_of(gathering: Gathering | None, block: tuple[int, int]) -> tuple[Any, ...]:
-    """What the kernel takes for it, and nothing for GEMM+RS."""
-    if gathering is None:
-        return (None,) * 6
-    there = hopper_descriptors.described(gathering.gathered, *block)
-    given = gathering.pointers, gathering.pad_pointers, gathering.pad, gathering.y, gathering.drawn
-    return there, *given
+NOT_GATHERING = Gathering(*(None,) * 7)
 
 
 @aggregate

@@ -36,7 +36,7 @@ from flux_megatron.kernels.hopper_epilogue import (
     move_tiles,
     new_staging_tile,
 )
-from flux_megatron.kernels.hopper_gathered_sums import Gathering, GatheringTargets, tensors_of
+from flux_megatron.kernels.hopper_gathered_sums import NOT_GATHERING, Gathering, GatheringTargets
 from flux_megatron.kernels.hopper_ring import mma_layout, new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
@@ -159,9 +159,9 @@ class RsConfig(Config):
     ]
 )  # fmt: skip
 def hopper_gemm_rs_kernel(
-    x_desc, w_desc, parts_desc, received_desc, y_desc, x_scale, w_scale, partials,
-    received_pointers, pad_pointers, gathered_desc, gathered_pointers, gather_pads, gather_pad,
-    result, drawn, pad, status, counters, partial_counters, work_words, rank, epoch,
+    x_desc, w_desc, parts_desc, received_desc, y_desc, gathered_desc, x_scale, w_scale, partials,
+    received_pointers, pad_pointers, gathered_pointers, gather_pads, gather_pad, result, drawn,
+    pad, status, counters, partial_counters, work_words, rank, epoch,
     timeout_ns: gl.int64, tiles_comm, gather_epoch, M, M_shard, N, K, late, work_tiles, first_part,
     parts, cut_1, cut_2, cut_3, by_id, CONFIG: gl.constexpr,
 ):  # fmt: skip
@@ -242,6 +242,7 @@ def gemm_rs(
     """
     N = w.shape[0] if layout == "nt" else w.shape[1]
     M_shard, dtype = cdiv(x.shape[0], world_size), result_dtype(x, scaling)
+    of_all = gathering or NOT_GATHERING
     if gathering:
         y, own = gathering.y, gathering.y[rank * M_shard : (rank + 1) * M_shard]
     else:
@@ -259,15 +260,12 @@ def gemm_rs(
             described(x, tile.block_m, tile.block_k),
             hopper_descriptors.described_w(w, layout, tile.block_k, tile.block_n),
             described(parts, *block), described(received, *block), described(own, *block),
-            *scales_or(x, scaling),
+            gathering and described(gathering.gathered, *block), *scales_or(x, scaling),
             partial_sums(x, sums, partial_counters),
-            received_pointers, pad_pointers, *tensors_of(gathering, block), pad, status, counters,
-            partial_counters, work_words,
+            received_pointers, pad_pointers, of_all.pointers, of_all.pad_pointers, of_all.pad,
+            of_all.y, of_all.drawn, pad, status, counters, partial_counters, work_words,
         ),
-        (
-            rank, epoch, timeout_ns, tiles_comm, gathering and gathering.epoch,
-            gathering and x.shape[0], *sizes,
-        ),
+        (rank, epoch, timeout_ns, tiles_comm, of_all.epoch, gathering and x.shape[0], *sizes),
         CONFIG=config,
     )  # fmt: skip
     return y

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+import hopper_kernels
 
 from flux_megatron.kernels import hopper_gemm_rs, hopper_probe
 from flux_megatron.kernels.hopper_descriptors import described, described_w
@@ -42,3 +46,12 @@ def test_the_kernel_compiled_before_a_race_is_that_of_its_k(monkeypatch):
     problem = Problem(Pattern.GEMM_RS, 4096, 8192, 4 * 2048, "bfloat16", 4)
     hopper_probe.compile_for(problem, Plan("hopper"), torch.device("cpu"))
     assert compiled == [3]
+
+
+def test_a_launch_without_triton_finds_descriptors_first():
+    """`launch_expanded` pairs a kernel's first arguments with what Triton knows of descriptors."""
+    for name in sorted(hopper_kernels.KERNELS):
+        module = importlib.import_module(f"flux_megatron.kernels.{name}")
+        names = getattr(module, hopper_kernels.KERNELS[name]).arg_names
+        described = [one.endswith("_desc") for one in names]
+        assert described == sorted(described, reverse=True), name
