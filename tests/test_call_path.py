@@ -52,7 +52,7 @@ KERNELS = {
 if ON_HOPPER:
     KERNELS["hopper", "ag_gemm"] = {"hopper_ag_gemm"}
     KERNELS["hopper", "gemm_rs"] = {"hopper_gemm_rs", "hopper_gemm"}  # when a tile is made
-    KERNELS["hopper", "gemm_ar"] = {"hopper_gemm_rs", "hopper_gemm", "wait_sources"}
+    KERNELS["hopper", "gemm_ar"] = {"hopper_gemm_rs", "hopper_gemm"}
 # These hand no operand on: how any kernel is launched, what describes,
 # divides, counts, names and records.
 # `symm/` is entered through the workspace and the copy engine, whose promises docs/memory_model.md

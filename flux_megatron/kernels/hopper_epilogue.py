@@ -141,51 +141,10 @@ class TileTargets:
         tma_store(self.y_desc, [m * sizes.BLOCK_M, n * sizes.BLOCK_N], tile)
         tma.store_wait(pendings=0)
 
-
-@aggregate
-class GatheringTargets:
-    """Those of GEMM+AR: a finished tile of the local shard goes to every rank's gathered buffer
-    too, and the last of a communication tile signals [A] there.
-    """
-
-    scatter: TileTargets
-    tiles_comm: Number
-    gathered_pointers: Pointer
-    pad_pointers: Pointer
-    epoch: Number
-
     @gluon.jit
-    def fetch(self, place, staging, fetched):
-        self.scatter.fetch(place, staging, fetched)
-
-    @gluon.jit
-    def send(self, owner, hops, number, per_shard, tile, sizes, signals):
-        self.scatter.send(owner, hops, number, per_shard, tile, sizes, signals)
-
-    @gluon.jit
-    def finish(self, m, n, number, per_shard, tile, sizes):
-        at = [m * sizes.BLOCK_M, n * sizes.BLOCK_N]
-        y_desc = self.scatter.y_desc
-        tma_store(y_desc, at, tile)
-        shard = sizes.rank.to(gl.int64) * sizes.M_shard * sizes.N
-        for hops in range(1, sizes.WORLD_SIZE):
-            peer = (sizes.rank + hops) % sizes.WORLD_SIZE
-            gathered = gl.load(self.gathered_pointers + peer).to(gl.pointer_type(y_desc.dtype))
-            theirs = tma.make_tensor_descriptor(
-                gathered + shard, [sizes.M_shard, sizes.N], [sizes.N, 1],
-                [sizes.BLOCK_M, sizes.BLOCK_N], y_desc.layout,
-            )  # fmt: skip
-            tma_store(theirs, at, tile)
-        complete_tma_stores()
-        comm_tile = number // self.tiles_comm
-        counter = self.scatter.counters + sizes.rank * MAX_COMM_TILES + comm_tile
-        arrivals = min(self.tiles_comm, per_shard - comm_tile * self.tiles_comm)
-        if count_acq_rel_gpu(counter, arrivals):
-            slot = sizes.rank * MAX_COMM_TILES + comm_tile
-            for hops in range(1, sizes.WORLD_SIZE):
-                peer = (sizes.rank + hops) % sizes.WORLD_SIZE
-                pad = gl.load(self.pad_pointers + peer).to(gl.pointer_type(gl.int32))
-                signal_release_sys(pad, slot, self.epoch)  # signal [A]
+    def collect(self, staging, fetched, grid, sizes):
+        """Behind the last work tile."""
+        pass
 
 
 @gluon.jit
@@ -222,3 +181,4 @@ def move_tiles(targets, staging, exchange, tiles, sizes, signals):
                 targets.send(owner, hops, number, per_shard, staging.tile, sizes, signals)
             mbarrier.arrive(staging.empty, count=1)
         place, phase = exchange.take(phase, 1)
+    targets.collect(staging, fetched, grid, sizes)

@@ -9,6 +9,7 @@
     this kernel  in the tiles of the local shard: waits [B], fetches the other ranks' tiles while it
                  multiplies, adds them in fp32, rounds once and stores y; for GEMM+AR also to the
                  gathered buffer of every rank, with a signal [A] for each communication tile
+    this kernel  for GEMM+AR, behind the last tile: waits [A], copies the other ranks' sums to y
 
 `parts` and receive buffers hold whole tiles in the order in which they are made, so that a
 communication tile is contiguous whatever the order of tiles, and rows beyond the shard need no
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -31,12 +31,12 @@ from flux_megatron.kernels import hopper_config, hopper_descriptors
 from flux_megatron.kernels.gluon_versions import Descriptor, Number, aggregate
 from flux_megatron.kernels.hopper_config import Config, common_config
 from flux_megatron.kernels.hopper_epilogue import (
-    GatheringTargets,
     StagingTile,
     TileTargets,
     move_tiles,
     new_staging_tile,
 )
+from flux_megatron.kernels.hopper_gathered_sums import NOT_GATHERING, Gathering, GatheringTargets
 from flux_megatron.kernels.hopper_ring import mma_layout, new_ring
 from flux_megatron.kernels.hopper_roles import multiply, produce
 from flux_megatron.kernels.hopper_scheduler import TileScheduler, new_exchange
@@ -154,16 +154,16 @@ class RsConfig(Config):
 # no number compiles a kernel of its own
 @gluon.jit(
     do_not_specialize=[
-        "rank", "epoch", "timeout_ns", "tiles_comm", "gather_epoch", "M_shard", "N", "K", "late",
-        "work_tiles", "first_part", "parts", "cut_1", "cut_2", "cut_3", "by_id",
+        "rank", "epoch", "timeout_ns", "tiles_comm", "gather_epoch", "M", "M_shard", "N", "K",
+        "late", "work_tiles", "first_part", "parts", "cut_1", "cut_2", "cut_3", "by_id",
     ]
 )  # fmt: skip
 def hopper_gemm_rs_kernel(
-    x_desc, w_desc, parts_desc, received_desc, y_desc, x_scale, w_scale, partials,
-    received_pointers, pad_pointers, gathered_pointers, gather_pads, pad, status, counters,
-    partial_counters, work_words, rank, epoch, timeout_ns: gl.int64, tiles_comm, gather_epoch,
-    M_shard, N, K, late, work_tiles, first_part, parts, cut_1, cut_2, cut_3, by_id,
-    CONFIG: gl.constexpr,
+    x_desc, w_desc, parts_desc, received_desc, y_desc, gathered_desc, x_scale, w_scale, partials,
+    received_pointers, pad_pointers, gathered_pointers, gather_pads, gather_pad, result, drawn,
+    pad, status, counters, partial_counters, work_words, rank, epoch,
+    timeout_ns: gl.int64, tiles_comm, gather_epoch, M, M_shard, N, K, late, work_tiles, first_part,
+    parts, cut_1, cut_2, cut_3, by_id, CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = y_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = y_desc.block_type.shape[1]
@@ -188,9 +188,11 @@ def hopper_gemm_rs_kernel(
         CONFIG.BY_SM,
     )  # fmt: skip
     if gathered_pointers is not None:
+        sums_there = Signals(gather_pad, status, gather_epoch, timeout_ns)
         targets = GatheringTargets(
-            targets, tiles_comm, gathered_pointers, gather_pads, gather_epoch
-        )
+            targets, tiles_comm, gathered_desc, gathered_pointers, gather_pads, sums_there, result,
+            drawn, M,
+        )  # fmt: skip
     fence_async_shared()  # TMA arrives at some of the barriers
     gl.warp_specialize(
         [
@@ -216,17 +218,6 @@ def _sizes(
     )  # fmt: skip
 
 
-class Gathering(NamedTuple):
-    """What GEMM+AR adds: this rank's rows y [M / R, N], fewer of the last rank where R does not
-    divide M; where the other ranks gather them, and what their signals [A] announce.
-    """
-
-    y: Any
-    pointers: Any
-    pad_pointers: Any
-    epoch: Any
-
-
 @lru_cache(maxsize=256)  # a call of new sizes would wait for a dataclass
 def _compiled_for(
     world_size: int, layout: str, tile: Tile, by_sm: bool, chunks: int, scaling: Scaling | None
@@ -241,8 +232,8 @@ def gemm_rs(
     tiles_comm: int, layout: str, tile: Tile, by_sm: bool,
     gathering: Gathering | None = None, scaling: Scaling | None = None,
 ) -> Memory:  # fmt: skip
-    """x [M, K] times w ([N, K] or [K, N]), summed over ranks: y [M / R, N], which is the caller's
-    if it is `gathering` all of them.
+    """x [M, K] times w ([N, K] or [K, N]), summed over ranks: y [M / R, N], or, if the call is
+    `gathering` them, the caller's y [M, N].
 
     | tensor | shape, with T tiles [B_M, B_N] a shard |
     | --- | --- |
@@ -251,7 +242,11 @@ def gemm_rs(
     """
     N = w.shape[0] if layout == "nt" else w.shape[1]
     M_shard, dtype = cdiv(x.shape[0], world_size), result_dtype(x, scaling)
-    y = gathering.y if gathering else x.new_empty(M_shard, N, dtype=dtype)
+    of_all = gathering or NOT_GATHERING
+    if gathering:
+        y, own = gathering.y, gathering.y[rank * M_shard : (rank + 1) * M_shard]
+    else:
+        y = own = x.new_empty(M_shard, N, dtype=dtype)
     block = (tile.block_m, tile.block_n)
     K = x.shape[1]
     chunks = 1 if scaling else chunk_count(world_size, cdiv(K, tile.block_k))
@@ -264,14 +259,13 @@ def gemm_rs(
         (
             described(x, tile.block_m, tile.block_k),
             hopper_descriptors.described_w(w, layout, tile.block_k, tile.block_n),
-            described(parts, *block), described(received, *block), described(y, *block),
-            *scales_or(x, scaling),
+            described(parts, *block), described(received, *block), described(own, *block),
+            gathering and described(gathering.gathered, *block), *scales_or(x, scaling),
             partial_sums(x, sums, partial_counters),
-            received_pointers, pad_pointers,
-            gathering and gathering.pointers, gathering and gathering.pad_pointers,
-            pad, status, counters, partial_counters, work_words,
+            received_pointers, pad_pointers, of_all.pointers, of_all.pad_pointers, of_all.pad,
+            of_all.y, of_all.drawn, pad, status, counters, partial_counters, work_words,
         ),
-        (rank, epoch, timeout_ns, tiles_comm, gathering and gathering.epoch, *sizes),
+        (rank, epoch, timeout_ns, tiles_comm, of_all.epoch, gathering and x.shape[0], *sizes),
         CONFIG=config,
     )  # fmt: skip
     return y

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flux_megatron.kernels import hopper_ag_gemm, hopper_gemm_rs, hopper_signalled_gemm
 from flux_megatron.kernels.hopper_config import TILE
+from flux_megatron.kernels.hopper_gathered_sums import Gathering
 from flux_megatron.kernels.triton_launch import compiling_only
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.signals import PARTIAL_COUNTERS, WORK_WORDS
@@ -60,11 +61,13 @@ def _scatter(
 ) -> None:  # fmt: skip
     out = x.new_empty(len(x) * N // tile.block_n, tile.block_n)
     pointers = torch.zeros(world_size, dtype=torch.int64, device=x.device)
-    y = x.new_empty(len(x) // world_size, N)
+    gathering = Gathering(
+        x.new_empty(len(x), N), x.new_empty(len(x), N), pointers, pointers, words, 1, words
+    )
     hopper_gemm_rs.gemm_rs(
         x, w, parts=out, received=out, received_pointers=pointers, pad_pointers=pointers, pad=words,
         status=words, counters=words, partial_counters=words, work_words=words, rank=0,
         world_size=world_size, epoch=1, timeout_ns=10**9, tiles_comm=1, layout=layout, tile=tile,
         by_sm=by_sm,
-        gathering=hopper_gemm_rs.Gathering(y, pointers, pointers, 1) if gathers else None,
+        gathering=gathering if gathers else None,
     )  # fmt: skip

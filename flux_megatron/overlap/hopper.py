@@ -16,13 +16,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from flux_megatron.kernels import hopper_gemm
 from flux_megatron.kernels.hopper_config import LOW
 from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX
 from flux_megatron.kernels.sizes import cdiv, part_columns, tiles_of_shard
-from flux_megatron.kernels.wait_sources import wait_sources
 from flux_megatron.overlap import calls, hopper_plans, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
@@ -32,7 +30,7 @@ from flux_megatron.symm.program import CallProgram, ChannelSlots, Slot
 from flux_megatron.symm.signals import MAX_COMM_TILES
 
 if TYPE_CHECKING:
-    from flux_megatron.kernels.hopper_gemm_rs import Gathering
+    from flux_megatron.kernels.hopper_gathered_sums import Gathering
 
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
@@ -127,9 +125,9 @@ def _push_tiles(
         p.move("write", counter, always(0))
 
 
-def _reduced(p: CallProgram, gathering: Gathering | None = None) -> tuple[Slot, int]:
+def _gemm_rs(p: CallProgram, gathering: Gathering | None = None) -> Slot:
     """x @ w, tiles sent on as they are made, and their sum, which is part of the kernel: y
-    [M_shard, N], and how many tiles a communication tile has.
+    [M_shard, N], or all rows of the `gathering`.
     """
     from flux_megatron.kernels import hopper_gemm_rs
 
@@ -159,37 +157,23 @@ def _reduced(p: CallProgram, gathering: Gathering | None = None) -> tuple[Slot, 
     p.turn()
     if not by_sm:
         p.move("join")
-    return y, tiles_comm
-
-
-def _gemm_rs(p: CallProgram) -> Slot:
-    return _reduced(p)[0]
+    return y
 
 
 def _gemm_ar(p: CallProgram) -> Slot:
-    """The kernel stores its sums at every rank: what is left is to copy those of the others."""
-    from flux_megatron.kernels.hopper_gemm_rs import Gathering
+    """The kernel stores its sums at every rank, and copies those of the others to y."""
+    from flux_megatron.kernels.hopper_gathered_sums import Gathering
 
     M, N = len(p.x), p.N
     y = p.x.new_empty(M, N)
     rows = cdiv(M, p.world_size)  # the last rank may have fewer
     channel = p.channel(transfer.GATHER, p.world_size * rows * N * y.element_size())
-    before, behind = p.rank * rows, (p.rank + 1) * rows
-    pointers, pads = channel.fixed("pointers"), channel.fixed("pad_pointers")
-    gathering = Gathering(y[before:behind], pointers, pads, channel.epoch)
-    _, tiles_comm = _reduced(p, gathering)
-    with p.phase("wait"):
-        wait_sources(
-            **transfer.waits(channel), first_source=p.rank + 1, count=p.world_size - 1,
-            world_size=p.world_size, M_shard=tiles_of_shard(rows, N, p.plan.tile),
-            comm_rows=tiles_comm,
-        )  # fmt: skip
-    gathered = channel.region((M, N), y.dtype)
-    with p.phase("copy"):
-        for theirs in (slice(0, before), slice(behind, M)):
-            if theirs.start < theirs.stop:
-                p.torch(Tensor.copy_, y[theirs], gathered[theirs])
-    return y
+    gathered = channel.region((p.world_size * rows, N), y.dtype)
+    gathering = Gathering(
+        y, gathered, channel.fixed("pointers"), channel.fixed("pad_pointers"), channel.fixed("pad"),
+        channel.epoch, channel.fixed("work_counter"),
+    )  # fmt: skip
+    return _gemm_rs(p, gathering)
 
 
 start_gather = calls.start_gather

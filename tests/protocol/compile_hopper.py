@@ -40,6 +40,7 @@ from flux_megatron.kernels import (
 )
 from flux_megatron.kernels.expert_call import ExpertCall
 from flux_megatron.kernels.expert_weights import ExpertWeights
+from flux_megatron.kernels.hopper_gathered_sums import Gathering
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.overlap import hopper
 from flux_megatron.problem import Pattern, Plan, Problem
@@ -57,18 +58,24 @@ _VARIANTS = [("nt", "bfloat16"), ("nn", "bfloat16"), ("nt", "float16")]
 _BLOCKS = {  # of tensor descriptors, by the fields of a tile
     "x_desc": ("block_m", "block_k"),
     "gathered_desc": ("block_m", "block_k"),
+    "gathered_desc gemm_ar": ("block_m", "block_n"),
     "received_desc a2a_gemm": ("block_m", "block_k"),
     "w_desc nt": ("block_n", "block_k"),
     "w_desc nn": ("block_k", "block_n"),
     "y_desc ag_gemm": ("group", "slice"),
     **dict.fromkeys(("y_desc", "parts_desc", "received_desc", "out_desc"), ("block_m", "block_n")),
 }
-_PAYLOAD = ("x", "bias", "local_rows", "y", "kept")
+_PAYLOAD = ("x", "bias", "local_rows", "y", "kept", "result")
+_OF_GEMM_AR = {
+    "gathered_desc", "gathered_pointers", "gather_pads", "gather_pad", "gather_epoch", "result",
+    "drawn", "M",
+}  # fmt: skip
 _TYPES = {
     "timeout_ns": "i64",
     **dict.fromkeys(("x_scale", "w_scale"), "*fp32"),
     "partials": "*fp32",
     **dict.fromkeys(("pad", "status", "counters", "partial_counters", "work_words"), "*i32"),
+    **dict.fromkeys(("gather_pad", "drawn"), "*i32"),
     **dict.fromkeys(("received_pointers", "pad_pointers"), "*i64"),
     **dict.fromkeys(("gathered_pointers", "gather_pads", "pointers"), "*i64"),
     **dict.fromkeys(("table", "routes"), "*i32"),
@@ -151,13 +158,14 @@ def _scattering(problem: Problem, plan: Plan, gathers: bool = False) -> Launcher
     x, w, scaling = _operands(problem)
     dtype = scaling.out_dtype if scaling else x.dtype
     out, words = memory(1, plan.tile.block_n, dtype=dtype), memory(1)
-    y = memory(problem.M_shard, problem.N_local, dtype=dtype)
+    y = memory(problem.M, problem.N_local, dtype=dtype)
+    gathering = Gathering(y, y, words, words, words, 1, words)
     call = partial(
         hopper_gemm_rs.gemm_rs, x, w, parts=out, received=out, received_pointers=words,
         pad_pointers=words, pad=words, status=words, counters=words, partial_counters=words,
         work_words=words, rank=0, world_size=WORLD_SIZE, epoch=1, timeout_ns=1, tiles_comm=1,
         layout=problem.layout, tile=plan.tile, by_sm=plan.transport == "sm", scaling=scaling,
-        gathering=hopper_gemm_rs.Gathering(y, words, words, 1) if gathers else None,
+        gathering=gathering if gathers else None,
     )  # fmt: skip
     return launchers_of(call)[0]
 
@@ -285,7 +293,7 @@ def compiled(configuration: Configuration) -> dict:
     launcher = configuration.launcher
     names, constexprs = launcher._kernel.arg_names, _constexprs(launcher)
     if not configuration.name.startswith("gemm_ar"):
-        constexprs |= dict.fromkeys({"gathered_pointers", "gather_pads", "gather_epoch"} & {*names})
+        constexprs |= dict.fromkeys(_OF_GEMM_AR & {*names} if "gather_pad" in names else ())
     types = {n: "constexpr" if n in constexprs else _type(n, configuration) for n in names}
     specialised = {one.name for one in launcher._kernel.params if not one.do_not_specialize}
     sizes = {"M_shard", "N", "K"} & specialised

@@ -84,7 +84,7 @@ CASES = {
     # 256 + 1 + 1 + 1 is 260 in bf16, and 256 where every addition is rounded
     "hopper rs, rounded once": Case("rs", "hopper", K=64, ctas=1, **_ROUNDS),
     "hopper rs, rounded once behind the last MMA": Case("rs", "hopper", ctas=1_000, **_ROUNDS),
-    "hopper ar": Case("ar", "hopper", rows=(32, 32, 48), comm_rows=0),
+    "hopper ar": Case("ar", "hopper", rows=(32, 32, 41), comm_rows=0),
     "hopper backward by SM": Case(
         "backward", "hopper", rows=(32, 32, 32), layout="nn", transport="sm"
     ),

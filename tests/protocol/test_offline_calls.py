@@ -70,8 +70,8 @@ CALLS = {
     "low_latency gemm_ar, two phases": ["launch"],
     "low_latency lent rows": ["launch", "torch"],
     "low_latency backward": [*GATHER, "launch", "copy", "launch", "torch", *JOIN],
-    "hopper gemm_ar": [*FORK, "launch", "wait", *PUSH, "write", *JOIN, "launch", "torch"],
-    "hopper gemm_ar, by SM": ["launch", "launch", "torch"],
+    "hopper gemm_ar": [*FORK, "launch", "wait", *PUSH, "write", *JOIN],
+    "hopper gemm_ar, by SM": ["launch"],
     "fused gemm_ar": ["launch", "launch", *GATHER, "copy", "launch", "torch", *JOIN],
     "pipelined gemm_ar": [
         "torch", *FORK, *PUSH, "torch", *FORK, "write", "launch", *JOIN,

@@ -43,7 +43,7 @@ _MODULES = (
     "kernels.hopper_primitives", "kernels.hopper_signals", "kernels.hopper_tile_order",
     "kernels.hopper_split_k", "kernels.hopper_scheduler", "kernels.hopper_ring",
     "kernels.hopper_roles", "kernels.hopper_epilogue", "kernels.hopper_stored_tiles",
-    "kernels.hopper_gathered_rows",
+    "kernels.hopper_gathered_rows", "kernels.hopper_gathered_sums",
     "kernels.hopper_ag_gemm",
     "kernels.hopper_gemm_rs", "kernels.split_k", "kernels.hopper_descriptors",
     "kernels.hopper_config", "kernels.hopper_gemm", "kernels.signalled_gemm",

@@ -17,8 +17,6 @@ Multicast = Annotated[bool, typer.Option("--allow-multicast", help="Allow NVLink
 Commit = Annotated[str, typer.Option(help="Of the sources, where they have no .git")]
 Size = int | None
 Text = str | None
-SUITES = "Default gpt3-175b,llama2-70b, on the CPU the first"
-PATTERNS = "Default ag_gemm,gemm_rs,backward, on the CPU the first two"
 LOAD = "Also beside an all-reduce of another communicator"
 ROUND = "Every candidate runs once a round"
 
@@ -26,8 +24,8 @@ ROUND = "Every candidate runs once a round"
 @app.callback()
 def bench(
     context: typer.Context,
-    suite: Annotated[Text, typer.Option(help=SUITES)] = None,
-    pattern: Annotated[Text, typer.Option(help=PATTERNS)] = None,
+    suite: Annotated[Text, typer.Option(help="Default gpt3-175b,llama2-70b")] = None,
+    pattern: Annotated[Text, typer.Option(help="Default ag_gemm,gemm_rs,backward")] = None,
     M: Annotated[Text, typer.Option("--M", help="Rows; default 64 to 8192, on the CPU 64")] = None,
     shapes: Annotated[str, typer.Option(help="Instead: one rank's, 'gemm_rs 1536x8192x2048'")] = "",
     all_plans: Annotated[bool, typer.Option("--all-plans", help="Also all plans of tune")] = False,
