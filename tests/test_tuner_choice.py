@@ -25,7 +25,7 @@ from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.symm.agreement import Agreement
 from flux_megatron.tuning import choice, environment, plan_cache, plan_table, tuner
 from flux_megatron.tuning.plan_entry import Entry, Measured
-from flux_megatron.tuning.plan_table import RANGES, PlanTable, for_rows, problem_of, range_of
+from flux_megatron.tuning.plan_table import RANGES, PlanTable, for_rows, raced_as, range_of
 
 RULED = "fused" if DEVICE == "cpu" else "sequential"  # of few rows, unmeasured
 SMALL, LARGER = Case("ag_gemm", 6, 5, 4), Case("ag_gemm", 64, 5, 4)
@@ -113,7 +113,7 @@ def test_a_range_is_raced_once_said_and_kept(tmp_path):
     for rank, (calls, races, said) in enumerate(first):
         assert calls == {("ag_gemm", "pipelined"): 4}
         assert races > 1
-        line = "flux_megatron: measured ag_gemm M=64 N=10 K=4 nt float32 over 2 ranks on"
+        line = "flux_megatron: measured ag_gemm M=12 N=10 K=4 nt float32 over 2 ranks on"
         assert said.count(line) == (rank == 0)
         assert rank or "pipelined 1 us, sequential 100 us" in said
     (file,) = tmp_path.rglob("*.json")
@@ -229,7 +229,13 @@ def test_ranges_are_powers_of_two_and_every_m_has_one():
         6, 6, 6, 7, 10, 11, 13, 13
     ]  # fmt: skip
     assert {range_of(1 << number) for number in RANGES} == {*RANGES}
-    assert problem_of(replace(LAYER, world_size=3), 6).M == 66, "whole shards"
+
+
+@pytest.mark.parametrize(
+    ("M", "number", "raced"), [(64, 7, 129), (2304, 11, 2304), (2305, 11, 2307), (99999, 13, 8193)]
+)
+def test_a_call_races_its_own_range_at_its_own_m(M, number, raced):
+    assert raced == raced_as(replace(LAYER, M=M, world_size=3), number).M, "whole shards"
 
 
 def test_the_nearest_point_of_the_range_gives_the_plan():

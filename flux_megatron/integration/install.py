@@ -131,7 +131,23 @@ def _overlap_te_layers(layers: tuple[str, ...] | None) -> None:
     from flux_megatron.integration import te_overlap  # Transformer Engine has to be there
 
     te_overlap.use(parallel_state.get_tensor_model_parallel_group, layers)
+    _name_layers_without_a_name()
     provide_wgrad_kernels()
+
+
+def _name_layers_without_a_name() -> None:
+    """Megatron's wrapper of TransformerEngine's Linear wants a name of a layer with overlap, and
+    Megatron gives the projection of multi-token prediction none.
+    """
+    wrapper = transformer_engine.TELinear
+    init = wrapper.__init__
+
+    @functools.wraps(init)
+    def named(self: Any, *args: Any, parallel_mode: str | None, **kwargs: Any) -> None:
+        kwargs["tp_comm_buffer_name"] = kwargs.get("tp_comm_buffer_name") or parallel_mode
+        init(self, *args, parallel_mode=parallel_mode, **kwargs)
+
+    wrapper.__init__ = named
 
 
 def build_te_layers_from(provider: type[FluxTEProvider]) -> None:

@@ -26,12 +26,17 @@ from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 from flux_megatron import ops
 from flux_megatron.scaling import BLOCK
 
-# Names that TE asks for where it gathers rows first; behind the others it reduces and scatters.
-GATHERS = ("qkv_fprop", "fc1_fprop", "proj_dgrad", "fc2_dgrad")
-_COLUMN_DGRAD = ("qkv_dgrad", "fc1_dgrad")  # behind which x is gathered
+# Layers that gather dy in backward; others gather x in forward. "row" has no name from Megatron.
+_ROW = ("proj", "fc2", "row")
 _IN_FP8 = base.UserBufferQuantizationMode.FP8
 _fill = base.fill_userbuffers_buffer_for_all_gather
 _preprocess = base.TransformerEngineBaseModule.grad_output_preprocess
+
+
+def gathers(name: str) -> bool:
+    """Whether TE asks for this name to gather rows before a GEMM; else it scatters behind one."""
+    layer, _, direction = name.rpartition("_")
+    return (direction == "dgrad") == (layer in _ROW)
 
 
 class Communicator:
@@ -159,7 +164,7 @@ def gather(
     communicator of ours stands.
     """
     asked, found = _asked_last(), None
-    if async_op and asked in _COLUMN_DGRAD:
+    if async_op and asked.endswith("_dgrad") and not gathers(asked):
         found = _begin(shard, group, quantizer)
     return found or gather_along_first_dim(shard, group, async_op=async_op, quantizer=quantizer)
 
@@ -191,7 +196,7 @@ class Communicators(dict[tuple[str, Any], Communicator]):
         (of, _, name), mode = key[0].rpartition("/"), key[1]
         group = ops.group_named(of) if of else self._group
         assert group is not None, f"no group for {key[0]}"
-        self[key] = Communicator(group, mode is _IN_FP8 and name in GATHERS)
+        self[key] = Communicator(group, mode is _IN_FP8 and gathers(name))
         return self[key]
 
 

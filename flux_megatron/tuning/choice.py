@@ -23,7 +23,7 @@ from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.workspace import Workspace, capturing
 from flux_megatron.tuning import plan_cache, tuner
 from flux_megatron.tuning.plan_entry import Entry
-from flux_megatron.tuning.plan_table import RANGES, PlanTable, problem_of, racers
+from flux_megatron.tuning.plan_table import RANGES, PlanTable, raced_as, racers
 from flux_megatron.tuning.trial import Trial
 
 ROUNDS = 5  # of a race
@@ -96,7 +96,7 @@ def _may_race(space: Workspace) -> bool:
 
 def _race(problem: Problem, ranges: list[int], table: PlanTable, space: Workspace) -> None:
     """Race the ranges of M, as far as there is time; none in a capture."""
-    problems = [problem_of(problem, number) for number in ranges]
+    problems = [raced_as(problem, number) for number in ranges]
     answer = {"capturing": capturing(space.device), "seconds": _left_s()}
     question = f"race {problem} at M={', '.join(str(one.M) for one in problems)}"
     said = [json.loads(text) for text in space.agreement.ask(question, json.dumps(answer))]

@@ -31,9 +31,13 @@ def range_of(M: int) -> int:
     return min(MOST, max(FEWEST, round(math.log2(M))))
 
 
-def problem_of(kind: Problem, number: int) -> Problem:
-    """What stands for a range: whole shards."""
-    return replace(kind, M=cdiv(1 << number, kind.world_size) * kind.world_size)
+def raced_as(problem: Problem, number: int) -> Problem:
+    """What stands for a range in the race that the problem waits for: the problem itself in its
+    own, for most runs have one M; whole shards, and no more rows than the last range's.
+    """
+    here = number == range_of(problem.M)
+    M = min(problem.M, 1 << MOST) if here else 1 << number
+    return replace(problem, M=cdiv(M, problem.world_size) * problem.world_size)
 
 
 @dataclass
