@@ -156,6 +156,7 @@ def _new_decision(
         out_dtype=str(scaling.out_dtype).removeprefix("torch.") if scaling else "",
         split_accumulator=scaling is not None and scaling.split_accumulator,
         blockwise=scaling is not None and scaling.blockwise,
+        wire=scaling is not None and scaling.wire,
     )  # fmt: skip
     if plan and (reason := registry.refusal(problem, plan.strategy, space.unavailable)):
         error = f"{problem}: the plan {plan.dumps()} cannot run: {reason}"

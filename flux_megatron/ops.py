@@ -18,6 +18,7 @@ from torch._C._functorch import maybe_current_level
 from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup, distributed_c10d
 
+from flux_megatron import settings
 from flux_megatron.dispatch import (
     decide,
     gather_refused,
@@ -389,6 +390,8 @@ def _reduced(
     if _no_rows(x, w, layout):
         y = _product(x, w, layout)
         return _Made(y) if function.startswith("start") else y
+    if scaling and settings.get().fp8_wire:
+        scaling = scaling._replace(wire=True)
     decision = decide(pattern, x, w, None, group, layout, plan, scaling)
     decision.report_fallback()
     scaled = (_dense(scaling),) if scaling else ()

@@ -24,7 +24,7 @@ class Problem:
 
     `dtype` is that of x. FP8 operands have scales and an `out_dtype`, "" for that of x; their w is
     always float8_e4m3fn. `split_accumulator` adds their products up in fp32 registers, `blockwise`
-    with a scale for each 128 of K.
+    with a scale for each 128 of K. With `wire` partial sums may travel in e4m3.
     """
 
     pattern: Pattern
@@ -39,12 +39,13 @@ class Problem:
     out_dtype: str = ""
     split_accumulator: bool = False
     blockwise: bool = False
+    wire: bool = False
 
     @staticmethod
     def of_operands(
         pattern: Pattern, rows: int, N_local: int, K_local: int, dtype: str, world_size: int,
         layout: str, device: str, beside: bool = False, out_dtype: str = "",
-        split_accumulator: bool = False, blockwise: bool = False,
+        split_accumulator: bool = False, blockwise: bool = False, wire: bool = False,
     ) -> Problem:  # fmt: skip
         """The problem whose operands on one rank are x [rows, K_local] and w [N_local, K_local]."""
         spec = pattern.spec
@@ -53,7 +54,7 @@ class Problem:
         K = K_local * world_size if spec.reduces else K_local
         return Problem(
             pattern, M, N, K, dtype, world_size, layout, device, beside, out_dtype,
-            split_accumulator, blockwise,
+            split_accumulator, blockwise, wire,
         )  # fmt: skip
 
     @property
@@ -102,6 +103,7 @@ class Problem:
         result = f"to {self.out_dtype} " if self.scaled else ""
         result += "with a split accumulator " * self.split_accumulator
         result += "and blockwise scales " * self.blockwise
+        result += "and e4m3 on the wire " * self.wire
         return (
             f"{self.pattern} M={self.M} N={self.N} K={self.K} {self.layout} {self.dtype} {result}"
             f"over {self.world_size} ranks on {self.device}" + ", beside others" * self.beside

@@ -20,7 +20,8 @@ class Scaling(NamedTuple):
 
     The scales are float32 tensors of one element on the device of the operands, so that the host
     never waits for them; `blockwise`, of the shapes of `block_shapes`. A caller may have left one
-    out: nothing reads them before `error` has.
+    out: nothing reads them before `error` has. `wire`: `hopper` sends partial sums in e4m3, with a
+    scale a tile.
     """
 
     x: Tensor
@@ -28,6 +29,7 @@ class Scaling(NamedTuple):
     out_dtype: torch.dtype
     split_accumulator: bool
     blockwise: bool = False
+    wire: bool = False
 
     @property
     def facts(self) -> tuple:

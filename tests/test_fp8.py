@@ -5,25 +5,28 @@ random numbers, and every misuse refused on every rank.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import assert_refused
+from cases import ON_HOPPER, assert_refused
 from closeness import assert_exact
 from ranks import DEVICE, FUSED, on_device_ranks
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron import errors, ops, scaling
+from flux_megatron import errors, ops, scaling, settings
 from flux_megatron.lab import reference
 from flux_megatron.overlap import registry, sequential
-from flux_megatron.problem import Pattern, Plan, Problem, Tile
+from flux_megatron.problem import TRANSPORTS, Pattern, Plan, Problem, Tile
 from flux_megatron.scaling import Scaling
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+WIRE = {"FLUX_MEGATRON_FP8_WIRE": "1"}
 OUT = [torch.bfloat16, torch.float16, torch.float32]
 PLANS = [
     Plan("sequential"),
@@ -110,6 +113,45 @@ def test_small_integers_are_exact(rank):
             layer.x_scale = [2 * one for one in layer.x_scale]
             layer.check(plan, number % 4 == 0)
     assert_counted(sequential=18, fused=36, pipelined=18)
+
+
+def e4m3_sums(layer: Layer) -> None:
+    """Leave partial sums that four bits hold, of another size in each 64 rows of x and of w."""
+    for of_ranks in (layer.x, layer.w):
+        for rank, matrix in enumerate(of_ranks):
+            powers = (torch.arange(len(matrix)) // 64 % 5).float().exp2()
+            of_ranks[rank] = (matrix.float() * powers[:, None]).to(matrix.dtype)
+            of_ranks[rank].view(torch.uint8)[:, 2:] = 0
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="`hopper` needs GPUs of compute capability 9")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_device_ranks(2, environment=WIRE)
+def test_partial_sums_travel_in_e4m3(rank, transport):
+    for sizes, split in (((384, 768, 1024), False), ((130, 528, 2048), True)):
+        layer = Layer("gemm_rs", sizes, E4M3, OUT[0])
+        problem = Problem.of_operands(
+            Pattern.GEMM_RS, len(layer.x[0]), *layer.w[0].shape, "float8_e4m3fn", 2, "nt", "cuda",
+            out_dtype="bfloat16", split_accumulator=split, wire=True,
+        )  # fmt: skip
+        plan = replace(registry.strategy(problem, "hopper").default_plan(problem), comm_rows=64)
+        plan = replace(plan, transport=transport)
+        rounded = layer.call(plan, split).float()
+        error = (rounded - layer.expected()[rank].float().to(DEVICE)).abs()
+        largest = layer.expected()[rank].abs().max()
+        assert 0 < error.max() <= largest / 16, "sums of more than four bits are rounded"
+        e4m3_sums(layer)
+        for _ in range(6):
+            layer.x_scale = [2 * one for one in layer.x_scale]
+            layer.check(plan, split)
+
+
+@on_device_ranks(2)
+def test_ranks_that_differ_in_the_wire_are_refused(rank):
+    os.environ["FLUX_MEGATRON_FP8_WIRE"] = str(rank)
+    settings.reload()
+    with pytest.raises(errors.ProblemMismatch, match="e4m3 on the wire"):
+        Layer("gemm_rs", SHAPES[0], E4M3, OUT[0]).call(PLANS[1])
 
 
 BLOCKWISE_PLANS = [

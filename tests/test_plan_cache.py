@@ -49,7 +49,7 @@ def test_a_hit_and_what_is_measured_again_takes_its_place(tmp_path):
 PROBLEM_CHANGES = {
     "pattern": Pattern.GEMM_RS, "M": 4096, "N": 36864, "K": 8192, "dtype": "float16",
     "world_size": 8, "layout": "nn", "device": "cpu", "beside": True, "out_dtype": "bfloat16",
-    "split_accumulator": True, "blockwise": True,
+    "split_accumulator": True, "blockwise": True, "wire": True,
 }  # fmt: skip
 
 

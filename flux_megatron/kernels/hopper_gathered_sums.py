@@ -66,12 +66,12 @@ class GatheringTargets:
     M: Number
 
     @gluon.jit
-    def fetch(self, place, staging, fetched):
-        self.scatter.fetch(place, staging, fetched)
+    def fetch(self, place, staging, fetched, sizes):
+        self.scatter.fetch(place, staging, fetched, sizes)
 
     @gluon.jit
-    def send(self, owner, hops, number, per_shard, tile, sizes, signals):
-        self.scatter.send(owner, hops, number, per_shard, tile, sizes, signals)
+    def send(self, owner, hops, number, per_shard, staging, sizes, signals):
+        self.scatter.send(owner, hops, number, per_shard, staging, sizes, signals)
 
     @gluon.jit
     def finish(self, m, n, number, per_shard, tile, sizes):

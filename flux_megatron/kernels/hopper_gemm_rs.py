@@ -128,16 +128,20 @@ class SummedTiles:
                 for _ in range(LEFT):
                     out = self.staging.add_fetched(out, fetched, self.LAYOUT)
                     fetched += 1
-        return (out,), owner == sizes.rank and late, multiplied, fetched
+        return (out,), (owner == sizes.rank, late), multiplied, fetched
 
     @gluon.jit
     def finish(self, outs, row, col, behind, fetched, finished):
         out = outs[0]
-        if behind:
+        local, late = behind
+        if local and late:
             for _ in range(self.sizes.WORLD_SIZE - 1):
                 out = self.staging.add_fetched(out, fetched, self.LAYOUT)
                 fetched += 1
-        self.staging.hand_over(out, finished)
+        if self.staging.SCALED:
+            self.staging.hand_over_scaled(out, finished, local)
+        else:
+            self.staging.hand_over(out, finished)
         return fetched, finished + 1
 
     @gluon.jit
@@ -160,8 +164,8 @@ class RsConfig(Config):
 )  # fmt: skip
 def hopper_gemm_rs_kernel(
     x_desc, w_desc, parts_desc, received_desc, y_desc, gathered_desc, x_scale, w_scale, partials,
-    received_pointers, pad_pointers, gathered_pointers, gather_pads, gather_pad, result, drawn,
-    pad, status, counters, partial_counters, work_words, rank, epoch,
+    tiles_of_others, received_pointers, pad_pointers, gathered_pointers, gather_pads, gather_pad,
+    result, drawn, pad, status, counters, partial_counters, work_words, rank, epoch,
     timeout_ns: gl.int64, tiles_comm, gather_epoch, M, M_shard, N, K, late, work_tiles, first_part,
     parts, cut_1, cut_2, cut_3, by_id, CONFIG: gl.constexpr,
 ):  # fmt: skip
@@ -179,13 +183,13 @@ def hopper_gemm_rs_kernel(
         CONFIG.SPLIT_ACCUMULATOR,
     )  # fmt: skip
     scales = Scales(x_scale, w_scale, CONFIG.SCALED)
-    staging = new_staging_tile(y_desc)
+    staging = new_staging_tile(y_desc, parts_desc, CONFIG.NUM_WARPS)
     operands = AllRows(x_desc, w_desc, sizes, sizes)
     epilogue = SummedTiles(staging, scales, sizes, signals, late, CONFIG.CHUNKS, layout)
     sums = Partials(partials, partial_counters, BLOCK_N, CONFIG.NUM_WARPS, 0, 1)
     targets = TileTargets(
-        parts_desc, received_desc, y_desc, received_pointers, pad_pointers, counters, tiles_comm,
-        CONFIG.BY_SM,
+        tiles_of_others, parts_desc, received_desc, y_desc, received_pointers, pad_pointers,
+        counters, tiles_comm, CONFIG.BY_SM, BLOCK_M + (parts_desc.dtype != y_desc.dtype),
     )  # fmt: skip
     if gathered_pointers is not None:
         sums_there = Signals(gather_pad, status, gather_epoch, timeout_ns)
@@ -239,6 +243,8 @@ def gemm_rs(
     | --- | --- |
     | parts | [(R - 1) * T * B_M, B_N]: this rank's tiles for rank+1, rank+2, ...; `by_sm`: unused |
     | received | [R * T * B_M, B_N]: the tiles that rank 0, 1, ... have sent to this rank |
+
+    Tiles of e4m3 have a row more, which begins with their scale.
     """
     N = w.shape[0] if layout == "nt" else w.shape[1]
     M_shard, dtype = cdiv(x.shape[0], world_size), result_dtype(x, scaling)
@@ -261,9 +267,9 @@ def gemm_rs(
             hopper_descriptors.described_w(w, layout, tile.block_k, tile.block_n),
             described(parts, *block), described(received, *block), described(own, *block),
             gathering and described(gathering.gathered, *block), *scales_or(x, scaling),
-            partial_sums(x, sums, partial_counters),
-            received_pointers, pad_pointers, of_all.pointers, of_all.pad_pointers, of_all.pad,
-            of_all.y, of_all.drawn, pad, status, counters, partial_counters, work_words,
+            partial_sums(x, sums, partial_counters), parts, received_pointers, pad_pointers,
+            of_all.pointers, of_all.pad_pointers, of_all.pad, of_all.y, of_all.drawn, pad, status,
+            counters, partial_counters, work_words,
         ),
         (rank, epoch, timeout_ns, tiles_comm, of_all.epoch, gathering and x.shape[0], *sizes),
         CONFIG=config,

@@ -84,7 +84,7 @@ def run_roles(
     """
     exchange = new_exchange(2, 2 if ROUTED else 1)
     ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN)
-    staging = new_staging_tile(made_desc)
+    staging = new_staging_tile(made_desc, made_desc, CONFIG.NUM_WARPS)
     epilogue = HandedTiles(staging, operands.sizes, ROUTED, CONFIG.NUM_WARPS)
     by_id = tiles.ctas
     if ROUTED:

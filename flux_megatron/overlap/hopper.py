@@ -24,7 +24,7 @@ from flux_megatron.kernels.sizes import cdiv, part_columns, tiles_of_shard
 from flux_megatron.overlap import calls, hopper_plans, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
-from flux_megatron.scaling import result_dtype
+from flux_megatron.scaling import E4M3, Scaling, result_dtype
 from flux_megatron.symm.enqueue import always
 from flux_megatron.symm.program import CallProgram, ChannelSlots, Slot
 from flux_megatron.symm.signals import MAX_COMM_TILES
@@ -100,7 +100,7 @@ def _push_tiles(
     the wait [D] for their count and before its signal [B].
     """
     tiles = tiles_of_shard(M_shard, N, tile)
-    tile_bytes = tile.block_m * tile.block_n * parts.element_size()
+    tile_bytes = _rows(tile, p.scaling) * tile.block_n * parts.element_size()
     counters = channel.fixed("tile_counters").operand
 
     def made_at(which: tuple[int, int]) -> int:
@@ -125,6 +125,11 @@ def _push_tiles(
         p.move("write", counter, always(0))
 
 
+def _rows(tile: Tile, scaling: Scaling | None) -> int:
+    """Of a tile that travels: behind one of e4m3 its scale has a row."""
+    return tile.block_m + bool(scaling and scaling.wire)
+
+
 def _gemm_rs(p: CallProgram, gathering: Gathering | None = None) -> Slot:
     """x @ w, tiles sent on as they are made, and their sum, which is part of the kernel: y
     [M_shard, N], or all rows of the `gathering`.
@@ -133,8 +138,9 @@ def _gemm_rs(p: CallProgram, gathering: Gathering | None = None) -> Slot:
 
     M_shard, N = cdiv(len(p.x), p.world_size), p.N
     tile, by_sm = p.plan.tile, p.plan.transport == "sm"
-    tiles, dtype = tiles_of_shard(M_shard, N, tile), result_dtype(p.x, p.scaling)
-    rows = tiles * tile.block_m
+    tiles, rows = tiles_of_shard(M_shard, N, tile), _rows(tile, p.scaling)
+    dtype = E4M3 if rows > tile.block_m else result_dtype(p.x, p.scaling)
+    rows *= tiles
     channel = p.channel(transfer.SCATTER, p.world_size * rows * tile.block_n * dtype.itemsize)
     wanted = cdiv(M_shard, p.plan.comm_rows) if p.plan.comm_rows else 1
     tiles_comm = cdiv(tiles, min(COMM_TILES_MAX, wanted))

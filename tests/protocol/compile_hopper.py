@@ -65,7 +65,7 @@ _BLOCKS = {  # of tensor descriptors, by the fields of a tile
     "y_desc ag_gemm": ("group", "slice"),
     **dict.fromkeys(("y_desc", "parts_desc", "received_desc", "out_desc"), ("block_m", "block_n")),
 }
-_PAYLOAD = ("x", "bias", "local_rows", "y", "kept", "result")
+_PAYLOAD = ("x", "bias", "local_rows", "y", "kept", "result", "tiles_of_others")
 _OF_GEMM_AR = {
     "gathered_desc", "gathered_pointers", "gather_pads", "gather_pad", "gather_epoch", "result",
     "drawn", "M",
@@ -89,6 +89,7 @@ class Configuration:
     layout: str
     launcher: Launcher
     out_dtype: str = ""
+    wire: bool = False
 
 
 def _problems(pattern: Pattern) -> Iterator[Problem]:
@@ -138,7 +139,8 @@ def _operands(problem: Problem) -> tuple[Tensor, Tensor, Scaling | None]:
     scaling = None
     if problem.scaled:
         scale, out_dtype = memory(1, dtype=torch.float32), getattr(torch, problem.out_dtype)
-        scaling = Scaling(scale, scale, out_dtype, problem.split_accumulator)
+        split, wire = problem.split_accumulator, problem.wire
+        scaling = Scaling(scale, scale, out_dtype, split, wire=wire)
     return memory(rows, K, dtype=dtype), w, scaling
 
 
@@ -157,6 +159,7 @@ def _gathering(problem: Problem, plan: Plan, *, bias: bool, copy_local: bool) ->
 def _scattering(problem: Problem, plan: Plan, gathers: bool = False) -> Launcher:
     x, w, scaling = _operands(problem)
     dtype = scaling.out_dtype if scaling else x.dtype
+    dtype = torch.float8_e4m3fn if problem.wire else dtype
     out, words = memory(1, plan.tile.block_n, dtype=dtype), memory(1)
     y = memory(problem.M, problem.N_local, dtype=dtype)
     gathering = Gathering(y, y, words, words, words, 1, words)
@@ -192,24 +195,34 @@ def scaled() -> dict[str, Configuration]:
     """FP8: the tiles of the default plans for each result, with and without a split accumulator."""
     found = {}
     kinds = [
-        (Pattern.AG_GEMM, "float8_e4m3fn", "bfloat16", False),
-        (Pattern.AG_GEMM, "float8_e5m2", "bfloat16", True),
-        (Pattern.AG_GEMM, "float8_e4m3fn", "float32", False),
-        (Pattern.GEMM_RS, "float8_e4m3fn", "bfloat16", False),
-        (Pattern.GEMM_RS, "float8_e5m2", "bfloat16", True),
-        (Pattern.GEMM_RS, "float8_e4m3fn", "float32", False),
+        (Pattern.AG_GEMM, "float8_e4m3fn", "bfloat16", False, False),
+        (Pattern.AG_GEMM, "float8_e5m2", "bfloat16", True, False),
+        (Pattern.AG_GEMM, "float8_e4m3fn", "float32", False, False),
+        (Pattern.GEMM_RS, "float8_e4m3fn", "bfloat16", False, False),
+        (Pattern.GEMM_RS, "float8_e4m3fn", "bfloat16", False, True),
+        (Pattern.GEMM_RS, "float8_e5m2", "bfloat16", True, False),
+        (Pattern.GEMM_RS, "float8_e4m3fn", "float32", False, False),
     ]
-    for (pattern, dtype, out_dtype, split), rows in itertools.product(kinds, (64, 4096)):
+    for (pattern, dtype, out_dtype, split, wire), rows in itertools.product(kinds, (64, 4096)):
         M, N, K = WORLD_SIZE * rows, 4096, WORLD_SIZE * 4096
         problem = Problem(
-            pattern, M, N, K, dtype, WORLD_SIZE, out_dtype=out_dtype, split_accumulator=split
+            pattern,
+            M,
+            N,
+            K,
+            dtype,
+            WORLD_SIZE,
+            out_dtype=out_dtype,
+            split_accumulator=split,
+            wire=wire,
         )
         for plan in _plans(problem):
             width = f"{plan.tile.block_m}x{plan.tile.block_n}"
             for options, launcher in _launchers(problem, plan):
-                options += f" to {out_dtype}" + " split_accumulator" * split
+                options += f" to {out_dtype}" + " split_accumulator" * split + " wire" * wire
                 name = f"{pattern} {dtype} nt {width} {options}"
-                found.setdefault(name, Configuration(name, dtype, "nt", launcher, out_dtype))
+                made = Configuration(name, dtype, "nt", launcher, out_dtype, wire)
+                found.setdefault(name, made)
     return found
 
 
@@ -270,9 +283,10 @@ def experts() -> dict[str, Configuration]:
 def _type(name: str, configuration: Configuration) -> str:
     dtype = configuration.dtype
     if configuration.out_dtype:
-        if name == "w_desc":
+        travels = name in ("parts_desc", "received_desc", "tiles_of_others")
+        if name == "w_desc" or (travels and configuration.wire):
             dtype = "float8_e4m3fn"
-        elif name in ("y_desc", "parts_desc", "received_desc", "bias"):
+        elif travels or name in ("y_desc", "bias"):
             dtype = configuration.out_dtype
     gl_dtype, short = _GL_DTYPE[dtype]
     keys = (f"{name} {word}" for word in configuration.name.split())

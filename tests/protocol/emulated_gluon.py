@@ -52,7 +52,7 @@ class Gluon:
             "load", "store", "atomic_add", "atomic_xchg", "allocate_shared_memory",
             "warp_specialize", "program_id", "num_programs",
         )}  # fmt: skip
-        gl |= {name: getattr(torch, name) for name in ("float32", "int32", "int64")}
+        gl |= {name: getattr(torch, name) for name in ("abs", "float32", "int32", "int64")}
         layouts = ("SliceLayout", "BlockedLayout", "SwizzledSharedLayout", "NVMMADistributedLayout")
         gl |= {name: nothing for name in layouts}
         gl |= {
@@ -60,7 +60,7 @@ class Gluon:
             "static_assert": nothing,
             "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
             "sum": lambda tensor, axis: tensor.sum(axis).item(),
-            "max": lambda tensor, axis: tensor.amax(axis).item(),
+            "max": _largest, "maximum": max,
             "zeros": lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
             "arange": lambda first, last, layout: torch.arange(first, last),
             "multiple_of": lambda value, number: value,
@@ -161,10 +161,14 @@ class Gluon:
         pointer.memory[pointer.at] = value
         return seen
 
-    def cast(self, value, kind):
+    def cast(self, value, kind, bitcast: bool = False):
         """`value.to(kind)`: of a tensor, a number, or an address that becomes a pointer."""
         if isinstance(kind, PointerType):
-            return value if isinstance(value, Pointer) else self._pointer(value, kind.element)
+            pointer = isinstance(value, Pointer)
+            return value.to(kind) if pointer else self._pointer(value, kind.element)
+        if bitcast:  # of a number
+            had = torch.int32 if kind.is_floating_point else torch.float32
+            return torch.tensor(value, dtype=had).view(kind).item()
         return value.to(kind) if isinstance(value, Tensor) else value
 
     def _pointer(self, address: int, dtype: torch.dtype) -> Pointer:
@@ -290,6 +294,11 @@ class Gluon:
         end = base.at + rows * columns
         (base + (end - base.at - 1)).check()
         return Descriptor(base.memory[base.at : end].view(rows, columns), block)
+
+
+def _largest(tensor: Tensor, axis: int):
+    found = tensor.amax(axis)
+    return found if found.ndim else found.item()
 
 
 def _argument(argument):

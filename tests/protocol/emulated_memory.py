@@ -31,6 +31,14 @@ class Pointer:
     def __add__(self, offset) -> Pointer:
         return Pointer(self.memory, self.at + offset)
 
+    def to(self, kind: PointerType) -> Pointer:
+        """To elements of another dtype at the same address."""
+        if kind == self.dtype:
+            return self
+        at = self.at * self.memory.element_size()
+        assert at % kind.element.itemsize == 0, f"byte {at} given for {kind.element}"
+        return Pointer(self.memory.view(kind.element), at // kind.element.itemsize)
+
     @property
     def address(self) -> int:
         self.check()
@@ -77,6 +85,11 @@ class Shared:
 
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.memory.permute(*order))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: object) -> Shared:
+        """The same bytes, as many as the shape has."""
+        count = math.prod(shape) * dtype.itemsize
+        return Shared(self.memory.view(-1).view(torch.uint8)[:count].view(dtype).view(*shape))
 
     def store(self, value: Tensor) -> None:
         self.memory.copy_(torch.as_tensor(value))

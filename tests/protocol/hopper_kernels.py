@@ -61,7 +61,8 @@ class _Plain(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.Call:
         self.generic_visit(node)
         if isinstance(node.func, ast.Attribute) and node.func.attr == "to":
-            return ast.Call(ast.Name("cast", ast.Load()), [node.func.value, *node.args], [])
+            arguments = [node.func.value, *node.args]
+            return ast.Call(ast.Name("cast", ast.Load()), arguments, node.keywords)
         return node
 
 

@@ -29,6 +29,7 @@ from virtual_machine import Mutation
 _THREE = {"world_size": 3, "rows": (9, 9, 9), "N": 16, "comm_rows": 5}
 _WORDS = {"strategy": "low_latency", "rows": (1, 1, 1, 1), "N": 40, "K": 8, "world_size": 3}
 _BLOCKS = {"scaled": True, "split": True, "blockwise": True, "K": 144, "rows": (13, 13, 13)}
+_WIRE = {"scaled": True, "wire": True, "rows": (20, 40)}
 _ROUNDS = {"world_size": 4, "rows": (20,), "N": 16, "dtype": torch.bfloat16, "rounds": True}
 
 CASES = {
@@ -47,6 +48,8 @@ CASES = {
     "rs, a CTA a tile": Case("rs", rows=(40, 40, 40), ctas=1_000),
     "rs pipelined": Case("rs", "pipelined"),
     "rs pipelined, 3 ranks": Case("rs", "pipelined", **_THREE),
+    "hopper rs, e4m3 on the wire": Case("rs", "hopper", **_WIRE),
+    "hopper rs by SM, e4m3 on the wire": Case("rs", "hopper", transport="sm", **_WIRE),
     "rs pipelined, blockwise": Case("rs", "pipelined", comm_rows=5, **_BLOCKS),
     "captured ag": Case("ag", rows=(9,) * 6, captured=True),
     "captured rs": Case("rs", rows=(9,) * 6, captured=True),

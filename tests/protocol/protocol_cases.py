@@ -41,6 +41,7 @@ class Case:
     scaled: bool = False  # FP8 operands, a scale each
     split: bool = False  # and a split accumulator
     blockwise: bool = False  # and a scale a block
+    wire: bool = False  # and e4m3 on the wire, of `hopper`
     rounds: bool = False  # partials of 256 and of 1, whose sum differs if it is rounded on the way
     tma: bool = False
     ctas: int = 3  # of a persistent kernel
@@ -64,6 +65,7 @@ class Case:
         rows, dtype = ",".join(map(str, self.rows)), str(self.dtype).removeprefix("torch.")
         sizes = f"{rows}x{self.N}x{self.K} {self.layout} {dtype} comm_rows {self.comm_rows}"
         options = " FP8" * self.scaled + " split" * self.split + " blockwise" * self.blockwise
+        options += " wire" * self.wire
         options += " bias" * self.bias
         options += " tma" * self.tma + " captured" * self.captured
         options += " of 256 and 1" * self.rounds + " two streams" * self.two_streams
@@ -106,6 +108,10 @@ class Operands:
             for scales in self.scales:
                 scales["x_scale"] = [torch.tensor([2.0 ** (1 + one)]) for one in own]
                 scales["w_scale"] = [torch.tensor([2.0 ** (2 * rank - 1)]) for rank in ranks]
+        if case.wire:  # partials of four bits, and tiles with scales of their own
+            for matrix in [*self.w, *(x for of_ranks in self.rs_x for x in of_ranks)]:
+                powers = torch.arange(len(matrix)).floor_divide(case.block).exp2()
+                matrix.copy_(matrix.float() * powers[:, None])[:, 2:] = 0
         if case.rounds:
             for w in self.w:
                 w.zero_()[..., 0] = 1  # "nt": a partial is the first column of x
@@ -149,7 +155,7 @@ class Host:
                 for name, of_ranks in self.operands.scales[call].items()
             ]
             if scales:
-                how = self.case.dtype, self.case.split, self.case.blockwise
+                how = self.case.dtype, self.case.split, self.case.blockwise, self.case.wire
                 self.scaling = (Scaling(*scales, *how),)
             if not self.case.captured or call % 3 == 0:
                 results = step(self, ag_x, rs_x, call % 2 == 1)

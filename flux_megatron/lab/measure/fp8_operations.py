@@ -9,10 +9,11 @@
 
 A case is a pattern and local M x N x K of w [N, K], for every M of `--rows` where it says 0, with a
 fast and with a split accumulator, by `hopper`; with `--kinds blockwise` with blockwise scales, by
-`pipelined` beside TransformerEngine's GEMM, if that is there. Each call is exact on small integers;
-on random numbers its error against fp64 is at most 1.5 times that of the library's GEMM with the
-same accumulation. Then all race: `gemm` is the library's without communication, `hopper_gemm` ours,
-`serial` NCCL's collective and `gemm`.
+`pipelined` beside TransformerEngine's GEMM, if that is there; with `wire`, of GEMM+RS, with partial
+sums in e4m3. Each call is exact on small integers; on random numbers its error against fp64 is at
+most 1.5 times that of the library's GEMM with the same accumulation, with `wire` at most a 16th of
+the largest result. Then all race: `gemm` is the library's without communication, `hopper_gemm`
+ours, `serial` NCCL's collective and `gemm`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ CASES = (
 )
 SMALL = "ag_gemm 32x32x48,gemm_rs 32x48x32"
 CLOSE = 1.5  # times the library's error
+WIRE = 2.0**-4  # of the largest result: what e4m3 rounds a partial sum by, at most
+WIRE_K = 8  # whose sums of ones e4m3 has
 SAMPLE = 256  # rows of a rank whose error is taken
 STANDARD_DEVIATION = 64  # of stored values, of which 448 is the largest
 
@@ -51,7 +54,8 @@ class Layer:
         pattern, sizes = case.split()
         self.M, N, self.K = map(int, sizes.split("x"))
         self.group, self.kind, self.device = run.group, kind, run.device
-        self.split, self.blockwise = kind != "fast", kind == "blockwise"
+        self.split, self.blockwise = kind in ("split", "blockwise"), kind == "blockwise"
+        self.wire = kind == "wire"
         self.R, self.rank = run.group.size(), run.group.rank()
         self.gathers = Pattern(pattern).spec.gathers
         self._made = torch.Generator(run.device).manual_seed(1 + self.rank)
@@ -62,6 +66,7 @@ class Layer:
         self.problem = Problem.of_operands(
             Pattern(pattern), rows, N, self.K, "float8_e4m3fn", self.R, "nt", run.device.type,
             out_dtype="bfloat16", split_accumulator=self.split, blockwise=self.blockwise,
+            wire=self.wire,
         )  # fmt: skip
         kernels = hopper if run.device.type == "cuda" else fused
         strategy = pipelined if self.blockwise else kernels
@@ -71,6 +76,8 @@ class Layer:
 
     def draw_integers(self) -> None:
         gpu_run.fill_whole(self._made, self.x, self.w)
+        if self.wire:
+            self.x.view(torch.uint8)[:, WIRE_K:] = 0
         self._scales(2.0, 0.5 if self.gathers else 0.5 / (1 + self.rank))
 
     def draw_random(self) -> None:
@@ -86,7 +93,8 @@ class Layer:
         self.w_scale = torch.tensor([w], device=self.device)
         if self.blockwise:
             self._block_scales(x, w)
-        self.scaling = Scaling(self.x_scale, self.w_scale, OUT, self.split, self.blockwise)
+        how = self.split, self.blockwise, self.wire
+        self.scaling = Scaling(self.x_scale, self.w_scale, OUT, *how)
         self.gathered, self.all_scales = self.x, self.x_scale
         if self.gathers:
             self.gathered = torch.empty(self.M, self.K, device=self.device, dtype=E4M3)
@@ -132,10 +140,10 @@ class Layer:
         return self.scattered
 
     def call(self) -> Tensor:
-        return ops.OPERATIONS[self.problem.pattern](
-            self.x, self.w, self.group, plan=self.plan, x_scale=self.x_scale, w_scale=self.w_scale,
-            out_dtype=OUT, split_accumulator=self.split,
-        )  # fmt: skip
+        plan, scaling = self.plan, self.scaling
+        if self.gathers:
+            return ops.run_ag_gemm(self.x, self.w, None, self.group, plan=plan, scaling=scaling)
+        return ops.run_gemm_rs(self.x, self.w, self.group, plan=plan, scaling=scaling)
 
     def hopper_gemm(self) -> Tensor:
         from flux_megatron.kernels import hopper_ag_gemm
@@ -213,8 +221,10 @@ def verified(run: Run, case: str, layer: Layer) -> bool:
     errors = [(one[rows] - exact).abs().max() for one in results]
     unequal = (results[0] != results[1]).sum()
     ours, library, bits = run.slowest(torch.stack([*errors, unequal])).tolist()
-    failed = bool(run.slowest(wrong).any()) or not ours <= CLOSE * library
-    kind = layer.kind
+    kind, allowed = layer.kind, CLOSE * library
+    if layer.wire:
+        allowed = WIRE * float(run.slowest(exact.abs().max()[None]))
+    failed = bool(run.slowest(wrong).any()) or not ours <= allowed
     run.say(
         f"{'WRONG' if failed else 'right'} {case} {kind}: {wrong.tolist()} integers differ; error "
         f"{ours:.3g}, the library's {library:.3g}; {bits:.0f} have other bits"
@@ -227,7 +237,7 @@ def verified(run: Run, case: str, layer: Layer) -> bool:
 
 def bounds(name: str, us: Mapping[str, float]) -> tuple[float, float]:
     """`serial` and the faster GEMM, of the same accumulation."""
-    kind = next((one for one in ("_split", "_blockwise") if name.endswith(one)), "")
+    kind = next((one for one in ("_split", "_blockwise", "_wire") if name.endswith(one)), "")
     gemm = min(us[f"gemm{kind}"], us.get(f"hopper_gemm{kind}", float("inf")))
     return us[f"serial{kind}"], gemm
 
@@ -236,7 +246,8 @@ def measure(
     run: Run, case: str, rounds: int, beside: bool = False, kinds: Sequence[str] = ("fast", "split")
 ) -> bool:
     """Whether all is right; only then it is timed."""
-    layers = [Layer(run, case, kind) for kind in kinds]
+    of_case = [kind for kind in kinds if kind != "wire" or case.startswith("gemm_rs")]
+    layers = [Layer(run, case, kind) for kind in of_case]
     if not all(verified(run, case, one) for one in layers):
         return False
     calls = {name: call for one in layers for name, call in one.candidates().items()}
