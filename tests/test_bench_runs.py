@@ -204,12 +204,13 @@ def test_every_plan_of_a_shape(rows):
 def test_a_case_beside_others_too(rows, tmp_path, monkeypatch):
     monkeypatch.setenv("FLUX_MEGATRON_CACHE", str(tmp_path))
     asked = {"patterns": ("ag_gemm",), "candidates": ("auto", "pipelined"), "beside": True}
+    asked["loads"] = ("reduce_scatter",)
     found, shown = rows(**asked)
     heads = [line.partition(": gemm ")[0] for line in shown.splitlines() if " of 4: " in line]
     cases = [
         f"{number} of 4: {case}" for number, case in enumerate(options("", **asked).cases(), 1)
     ]
-    assert heads == [case + beside for case in cases for beside in ("", ", beside")]
+    assert heads == [case + beside for case in cases for beside in ("", ", beside reduce_scatter")]
     alone, beside = (by_case(row for row in found if row.beside == is_) for is_ in (False, True))
     assert [*alone] == [*beside]
     assert len(found) == sum(len(group) for group in [*alone.values(), *beside.values()])

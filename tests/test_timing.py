@@ -11,8 +11,9 @@ from races import agreed
 from ranks import be_late, here, on_cpu_ranks, on_device_ranks
 
 from flux_megatron.lab.bench.candidates import host_time_us
+from flux_megatron.lab.bench.options import LOADS
 from flux_megatron.tuning import beside, timing
-from flux_megatron.tuning.beside import AllReduces, NoRoom, second_communicator
+from flux_megatron.tuning.beside import Load, NoRoom, second_communicator
 from flux_megatron.tuning.timing import race
 
 CPU = torch.device("cpu")
@@ -58,7 +59,7 @@ def test_host_time_is_that_of_one_call():
     assert 2000 <= host_time_us(lambda: time.sleep(0.002), CPU, n=5) < 20_000
 
 
-class Recorded(AllReduces):
+class Recorded(Load):
     """Notes in `log` what is done with the blocks, and how many there are."""
 
     log: list[str]
@@ -73,11 +74,13 @@ class Recorded(AllReduces):
         super().wait()
 
 
+@pytest.mark.parametrize("collective", LOADS)
 @on_cpu_ranks(2)
-def test_the_all_reduces_start_before_each_candidate_and_end_before_the_next(rank):
-    timing.AllReduces, Recorded.log = Recorded, []
+def test_the_load_starts_before_each_candidate_and_ends_before_the_next(rank, collective):
+    timing.Load, Recorded.log = Recorded, []
     candidates = {name: lambda name=name: Recorded.log.append(name) for name in "ab"}
-    race(candidates, group=dist.group.WORLD, device=CPU, rounds=2, warmup=1, beside=True)
+    given = {"group": dist.group.WORLD, "device": CPU, "rounds": 2, "warmup": 1}
+    race(candidates, **given, beside=True, collective=collective)
     many = Recorded.log[-3]
     assert Recorded.log == [
         *"ab", *"ab",  # the warmup, and each alone
@@ -88,7 +91,7 @@ def test_the_all_reduces_start_before_each_candidate_and_end_before_the_next(ran
 
 @on_cpu_ranks(2)
 def test_the_blocks_are_as_many_on_every_rank_and_enough_for_the_slowest(rank):
-    timing.AllReduces, Recorded.log = Recorded, []
+    timing.Load, Recorded.log = Recorded, []
     candidates = {"uneven": lambda: time.sleep(0.03 * rank), "quick": lambda: None}
     raced = race(candidates, group=dist.group.WORLD, device=CPU, rounds=2, beside=True)
     blocks = agreed([word for word in Recorded.log if word.endswith("blocks")])
@@ -138,4 +141,4 @@ def test_no_room_on_one_rank_is_known_to_all(rank):
 
     torch.zeros = full
     with pytest.raises(NoRoom, match=r"beside: rank 1: full$"):
-        AllReduces(dist.group.WORLD, CPU, 1.0)
+        Load(dist.group.WORLD, CPU, 1.0)

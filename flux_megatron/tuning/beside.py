@@ -1,8 +1,8 @@
-"""What candidates are timed beside: all-reduces of a second communicator of the same ranks.
+"""What candidates are timed beside: collectives of a second communicator of the same ranks.
 
 A training run reduces gradients, gathers parameters and sends activations while a layer's GEMMs
 run. NCCL's all-reduce of large blocks stands for all of that: it holds SMs, memory bandwidth and
-links for as long as the candidate runs.
+links for as long as the candidate runs. `bench` has all-gathers and reduce-scatters too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from flux_megatron.symm import objects
 from flux_megatron.symm.groups import timeout_s
 
-BLOCK_BYTES = {"cuda": 512 * 2**20, "cpu": 2**20}  # of one all-reduce
+BLOCK_BYTES = {"cuda": 512 * 2**20, "cpu": 2**20}  # of one collective, where it is whole
 # The blocks last so many times as long as the longest candidate takes alone: a kernel that gets its
 # last SM only for a second wave takes 1.75 times as long.
 STRETCH = 2.0
@@ -36,8 +36,8 @@ class NoRoom(MemoryError):
     """Some rank has no memory for a block; raised on every rank."""
 
 
-class AllReduces:
-    """All-reduces of `blocks` blocks, on a stream of their own.
+class Load:
+    """Collectives of `blocks` blocks, on a stream of their own.
 
     Collective constructor, for candidates of which the longest takes `longest_us` alone, the same
     number on every rank. `NoRoom` on every rank if one has no memory for a block.
@@ -47,9 +47,14 @@ class AllReduces:
     start with the last of them.
     """
 
-    def __init__(self, group: ProcessGroup, device: torch.device, longest_us: float) -> None:
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, longest_us: float,
+        collective: str = "all_reduce",
+    ) -> None:  # fmt: skip
         self._device, self._second = device, second_communicator(group, device)
-        self._block = _block(group, device)
+        self._collective, block = collective, _block(group, device)
+        size = len(block) // group.size()
+        self._whole, self._shard = block[: size * group.size()], block[:size]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._work: dist.Work | None = None
         self.blocks = 1
@@ -81,7 +86,19 @@ class AllReduces:
         self._work = None
 
     def _enqueue(self) -> None:
-        self._work = self._second.allreduce_coalesced([self._block] * self.blocks)
+        if self._collective == "all_reduce":
+            self._work = self._second.allreduce_coalesced([self._whole] * self.blocks)
+            return
+        together = self._second.supports_coalescing  # not of Gloo, which runs them in turn
+        if together:
+            self._second._start_coalescing()
+        for _ in range(self.blocks):
+            if self._collective == "all_gather":
+                self._work = self._second._allgather_base(self._whole, self._shard)
+            else:
+                self._work = self._second._reduce_scatter_base(self._shard, self._whole)
+        if together:
+            self._work = self._second._end_coalescing()
 
     def _timed_us(self, group: ProcessGroup) -> float:
         """One block with nothing beside it; the same number on every rank."""
@@ -140,7 +157,7 @@ def _block(group: ProcessGroup, device: torch.device) -> Tensor:
     answers = objects.all_gather(said, group)
     if lacking := [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer]:
         size_bytes = BLOCK_BYTES[device.type]
-        raise NoRoom(f"no {size_bytes} bytes for an all-reduce beside: {'; '.join(lacking)}")
+        raise NoRoom(f"no {size_bytes} bytes for a collective beside: {'; '.join(lacking)}")
     assert found is not None, "every rank has one"
     return found
 

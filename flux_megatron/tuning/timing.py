@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron.symm import objects, workspace
-from flux_megatron.tuning.beside import AllReduces
+from flux_megatron.tuning.beside import Load
 
 Candidate = Callable[[], object]
 
@@ -46,7 +46,7 @@ class Race:
 
 def race(
     candidates: Mapping[str, Candidate], *, group: ProcessGroup, device: torch.device,
-    rounds: int = 12, warmup: int = 3, beside: bool = False,
+    rounds: int = 12, warmup: int = 3, beside: bool = False, collective: str = "all_reduce",
 ) -> Race:  # fmt: skip
     """Time the candidates in `rounds` rounds, each of which runs every candidate once.
 
@@ -54,7 +54,7 @@ def race(
     raises in its `warmup` calls on any rank is out on all of them. A rank that does not come is
     found by the candidate's own time limit and by that of `group`.
 
-    With `beside` every timed call runs beside all-reduces of another communicator, which have
+    With `beside` every timed call runs beside such collectives of another communicator, which have
     started before it on every rank; `beside.NoRoom`, on every rank, if there is no memory for them.
     """
     failures = {}
@@ -69,7 +69,7 @@ def race(
     load = None
     if beside:
         alone_us, _ = _slowest(calls, group, device, 1, None)
-        load = AllReduces(group, device, longest_us=alone_us.max().item())
+        load = Load(group, device, alone_us.max().item(), collective)
     times_us, outlived = _slowest(calls, group, device, rounds, load)
     workspace.check()
     return Race(
@@ -81,7 +81,7 @@ def race(
 
 def _slowest(
     calls: list[Candidate], group: ProcessGroup, device: torch.device, rounds: int,
-    load: AllReduces | None,
+    load: Load | None,
 ) -> Tensor:  # fmt: skip
     """Times in microseconds, and 1 where `load` ended first: [2, rounds, candidates], the largest
     over the ranks.
@@ -111,11 +111,11 @@ def _warm_up(call: Candidate, group: ProcessGroup, device: torch.device, warmup:
 
 
 def _cuda_turn(
-    call: Candidate, group: ProcessGroup, device: torch.device, load: AllReduces | None
+    call: Candidate, group: ProcessGroup, device: torch.device, load: Load | None
 ) -> tuple[float, bool]:
     """Microseconds on this rank, and whether `load` ended first."""
     token = torch.zeros(1, device=device)
-    torch.cuda.synchronize(device)  # the all-reduces of the turn before are done
+    torch.cuda.synchronize(device)  # the collectives of the turn before are done
     time.sleep(GAP_S)
     torch.cuda._sleep(HIDE_LAUNCH)
     dist.all_reduce(token, group=group)  # the ranks' devices start together
@@ -136,7 +136,7 @@ def _cuda_turn(
 
 
 def _cpu_turn(
-    call: Candidate, group: ProcessGroup, device: torch.device, load: AllReduces | None
+    call: Candidate, group: ProcessGroup, device: torch.device, load: Load | None
 ) -> tuple[float, bool]:
     """What `_cuda_turn` gives."""
     dist.barrier(group=group)

@@ -17,7 +17,8 @@ Multicast = Annotated[bool, typer.Option("--allow-multicast", help="Allow NVLink
 Commit = Annotated[str, typer.Option(help="Of the sources, where they have no .git")]
 Size = int | None
 Text = str | None
-LOAD = "Also beside an all-reduce of another communicator"
+LOAD = "Also beside collectives of another communicator"
+LOADS = "Which: some of all_reduce,all_gather,reduce_scatter"
 ROUND = "Every candidate runs once a round"
 
 
@@ -33,6 +34,7 @@ def bench(
     candidates: Annotated[str, typer.Option(help="Only these and the baselines")] = "",
     rounds: Annotated[Size, typer.Option(min=1, help=f"{ROUND}; default 12, on the CPU 2")] = None,
     beside: Annotated[bool, typer.Option("--with-nccl-load", help=LOAD)] = False,
+    loads: Annotated[str, typer.Option("--nccl-load", help=LOADS)] = "all_reduce",
     graphs: Annotated[bool, typer.Option("--graphs", help="Also replay CUDA graphs")] = False,
     tp: Tp = None,
     device: Device = "cuda",
@@ -55,6 +57,7 @@ def bench(
         suite=suite, pattern=pattern, M=M, rounds=rounds, scale=scale, tp=tp, device=device,
         candidates=candidates, out=str(out / "rows.jsonl"), time_limit_s=time_limit, nvls=nvls,
         commit=commit, beside=beside, graphs=graphs, shapes=shapes, all_plans=all_plans,
+        loads=loads,
     )  # fmt: skip
     kept = f"{options.out} has the rows of what is done; --suite, --pattern and --M choose the rest"
     launch.start(options, out, kept, "bench", "runner")

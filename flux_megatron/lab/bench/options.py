@@ -27,6 +27,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 TRIAL = "`flux-megatron bench --device cpu`"
+LOADS = ("all_reduce", "all_gather", "reduce_scatter")  # of `tuning.beside`
 OPERATIONS = ("gemv_all_reduce", "embedding_all_to_all", "expert_all_to_all")
 # M, N, K of a traced column layer: fc1 of GPT-3 175B, and one that an interpreter can run
 TRACED = {"cuda": (4096, 49152, 12288), "cpu": (64, 128, 64)}
@@ -52,7 +53,7 @@ class RankOptions:
 class Options(RankOptions):
     """What to measure and how. `candidates` () means all.
 
-    `beside` measures every case twice: alone, and beside all-reduces of another communicator.
+    `beside` measures every case again beside each of the `loads` of another communicator.
     `graphs` lets every candidate that communicates run once more, replayed from a CUDA graph.
     `shapes` replace suites, patterns and Ms; `all_plans` adds those that `tune` measures.
     """
@@ -63,6 +64,7 @@ class Options(RankOptions):
     candidates: tuple[str, ...] = ()
     rounds: int = 12
     beside: bool = False
+    loads: tuple[str, ...] = ("all_reduce",)
     graphs: bool = False
     shapes: tuple[str, ...] = ()
     all_plans: bool = False
@@ -82,7 +84,8 @@ class Options(RankOptions):
 
 def parsed(
     *, suite: str | None, pattern: str | None, M: str | None, rounds: int | None,
-    scale: int | None, tp: int | None, device: str, candidates: str, shapes: str, **others: Any,
+    scale: int | None, tp: int | None, device: str, candidates: str, shapes: str, loads: str,
+    **others: Any,
 ) -> Options:  # fmt: skip
     """The options of the command line, None for what was not given there. `BadInput` for what
     this machine cannot measure.
@@ -98,6 +101,7 @@ def parsed(
         rounds=chosen["rounds"], scale=chosen["scale"], device=device,
         dtype="bfloat16" if device == "cuda" else "float32",
         tp=machine.ranks(device, tp, TRIAL), shapes=tuple(shapes.split(",")) if shapes else (),
+        loads=option_values.names("--nccl-load", loads, LOADS),
         **others,
     )  # fmt: skip
     cases = options.cases()

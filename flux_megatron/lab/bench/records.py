@@ -52,8 +52,9 @@ class Row:
     M, N_local and K_local are the GEMM of one rank, as it is after gathering. `times_us` has the
     slowest rank of every round. `host_us` is the host's time for one call.
 
-    `beside`: all its times, those of the baselines too, are of calls beside all-reduces of another
-    communicator. The `reason` of an `ok` row says in how many rounds those ended before the call.
+    `beside`: all its times, those of the baselines too, are of calls beside such collectives of
+    another communicator. The `reason` of an `ok` row says in how many rounds those ended before the
+    call.
     """
 
     suite: str
@@ -77,6 +78,7 @@ class Row:
     host_us: float | None
     plan: dict[str, Any] | None
     beside: bool = False
+    collective: str = "all_reduce"
 
 
 @dataclass(frozen=True)

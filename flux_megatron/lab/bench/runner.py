@@ -65,10 +65,10 @@ def measure(
     chosen = [one for one in every if not options.candidates or one.name in known]
     if options.all_plans and isinstance(experiment, Forward):
         chosen += experiment.all_plans()
-    for beside in (False, True) if options.beside else (False,):
+    for load in ("", *options.loads) if options.beside else ("",):
         replayed = [*in_graphs(chosen, device)] if options.graphs else []
-        with _plans_for(beside), torch.cuda.stream(own):
-            rows = _measure(experiment, [*chosen, *replayed], beside, options.rounds)
+        with _plans_for(bool(load)), torch.cuda.stream(own):
+            rows = _measure(experiment, [*chosen, *replayed], load, options.rounds)
         yield rows
 
 
@@ -114,12 +114,15 @@ def _raise(error: Exception) -> Callable[[], tuple[torch.Tensor, ...]]:
 
 
 def _measure(
-    experiment: Forward | Backward, chosen: list[Candidate], beside: bool, rounds: int
+    experiment: Forward | Backward, chosen: list[Candidate], load: str, rounds: int
 ) -> list[Row]:
     case, group, device = experiment.case, experiment.group, experiment.device
     verdicts = examine(experiment, chosen, group)
     calls = {c.name: c.call for c in chosen if c.call and verdicts[c.name].right}
-    raced = race(calls, group=group, device=device, rounds=rounds, beside=beside)
+    beside, collective = bool(load), load or "all_reduce"
+    raced = race(
+        calls, group=group, device=device, rounds=rounds, beside=beside, collective=collective
+    )
     timed = raced.times_us
     with_host = [n for n in WITH_HOST_TIME if n in timed and device.type == "cuda"]
     host_us = {name: host_time_us(calls[name], device) for name in with_host}
@@ -140,7 +143,7 @@ def _measure(
             gemm_us=_tenth(against.gemm if against else None),
             serial_us=_tenth(against.serial if against else None),
             efficiency=None if E is None else round(E, 4), host_us=_tenth(host_us.get(one.name)),
-            plan=plans.get(one.name), beside=beside,
+            plan=plans.get(one.name), beside=beside, collective=collective,
         )  # fmt: skip
         rows.append(row)
     return rows
@@ -157,7 +160,7 @@ def _status(candidate: Candidate, verdict: Verdict, raced: Race) -> tuple[str, s
     if not verdict.right:
         return records.WRONG, f"errors {verdict.errors}, at most {verdict.allowed} allowed"
     outlived, rounds = raced.outlived.get(name), len(raced.times_us[name])
-    said = f"the all-reduces ended first in {outlived} of {rounds} rounds"
+    said = f"the load ended first in {outlived} of {rounds} rounds"
     return OK, said if outlived else ""
 
 
@@ -187,4 +190,5 @@ def line(case: Case, rows: list[Row]) -> str:
     hidden = {row.candidate: f" ({row.efficiency:.2f})" for row in shown
               if row.efficiency is not None and row.role != LIBRARY}  # fmt: skip
     cells = [f"{r.candidate} {r.median_us:.0f}{hidden.get(r.candidate, '')}" for r in shown]
-    return f"{case}{', beside' * rows[0].beside}: {', '.join(cells)}{''.join(remarks)}"
+    load = f", beside {rows[0].collective}" * rows[0].beside
+    return f"{case}{load}: {', '.join(cells)}{''.join(remarks)}"

@@ -32,7 +32,7 @@ from flux_megatron.lab.measure import gpu_run
 from flux_megatron.lab.measure.dynamic_layers import MODELS, Layer
 from flux_megatron.lab.measure.gpu_run import Run
 from flux_megatron.overlap.report import report, reset_report
-from flux_megatron.tuning.beside import AllReduces
+from flux_megatron.tuning.beside import Load
 
 CASES = "ops qwen3-32b,nn qwen3-32b,nn qwen3-8b"
 SMALL = "ops small,nn small"
@@ -94,7 +94,7 @@ def verified(run: Run, layer: Layer, M: int, name: str) -> bool:
 
 
 def timed(
-    run: Run, call: Callable[[], object], layers: int, load: AllReduces | None
+    run: Run, call: Callable[[], object], layers: int, load: Load | None
 ) -> tuple[float, float, float]:
     """ms of a micro-batch, ms of the host in its first layer, and 1.0 where `load` ended first."""
     on_gpu = run.device.type == "cuda"
@@ -136,7 +136,7 @@ def measure(run: Run, case: str, count: int, repeat: bool, beside: bool) -> bool
     load = None
     if beside:  # the first calls compile
         longest_ms = run.slowest(torch.tensor(max(alone_ms[2:]))).item()
-        load = AllReduces(run.group, run.device, longest_us=1e3 * longest_ms)
+        load = Load(run.group, run.device, longest_us=1e3 * longest_ms)
     found: list[torch.Tensor] = []  # [call, value]
     Ms = sizes(run, count, least, largest, repeat)
     settled = census(run, kernels)
