@@ -9,14 +9,14 @@ same on all rows without communication. All arms have the same weights and input
 compared with `te`: what the first layer gives, y, dx, and the weights' gradients, whose GEMMs TE
 makes of what we gathered. For that every second layer is given what `te`'s first layer gave: where
 the last bit of bf16 differs, FP8 may differ by 12 %. `host_us` is what a step takes the host, which
-bounds the time of small layers.
+bounds the time of small layers. `--graphs` replays steps from CUDA graphs too, without userbuffers.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -42,6 +42,8 @@ RECIPES = {
 # Of the norm: bf16 rounds by 1e-3 of a value in the mean, and FP8 made of such values by more.
 CLOSE = 5e-3
 HOST_STEPS = 20
+GRAPH = "_graph"
+WARM_UP = 3  # steps before a capture
 
 
 class Mlp:
@@ -108,9 +110,27 @@ def host_us(run: Run, call: Callable[[], object]) -> float:
     return round(run.slowest(torch.tensor([statistics.median(took)], device=run.device)).item(), 1)
 
 
+def bounds(name: str, us: Mapping[str, float]) -> tuple[float, float]:
+    kind = GRAPH if name.endswith(GRAPH) else ""
+    return us["te" + kind], us["alone" + kind]
+
+
+def captured(step: Callable[[], object]) -> Callable[[], None]:
+    """The step as a CUDA graph."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            step()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
+
+
 def measure(
-    run: Run, case: str, M: int, recipe: str, rounds: int, with_te: bool, beside: bool
-) -> bool:
+    run: Run, case: str, M: int, recipe: str, rounds: int, with_te: bool, beside: bool,
+    graphs: bool = False,
+) -> bool:  # fmt: skip
     name, hidden, ffn = case.split()
     sizes = int(hidden), int(ffn), M, RECIPES[recipe]()
     userbuffers = {}
@@ -146,11 +166,14 @@ def measure(
     wrong = not max(found["ours"]) <= CLOSE
     run.say(f"{'WRONG' if wrong else 'right'} {case} M {M} {recipe}: h y dx dw1 dw2 {found}")
     del given, results
+    if graphs:
+        calls |= {arm_ + GRAPH: captured(calls[arm_]) for arm_ in ("te", "alone", "ours")}
     host = {arm_: host_us(run, call) for arm_, call in calls.items()}
     run.say(f"  host_us {host}")
     columns = {"case": name, "M": M, "hidden": int(hidden), "ffn": int(ffn), "recipe": recipe}
     good = gpu_run.race_rows(
-        run, "fp8_layers", calls, rounds, beside, lambda _, us: (us["te"], us["alone"]),
+        run, "fp8_layers", calls, rounds, beside,
+        bounds,
         lambda one, _: {
             **columns, "candidate": one, "differences": found.get(one), "host_us": host[one],
         },
@@ -165,15 +188,16 @@ _REAL = base.initialize_ub
 def main(
     out: Path, commit: str = "", cases: str = CASES, rows: str = "8192,2048",
     recipe: str = "current,delayed", rounds: int = 10, seconds: float = 85,
-    userbuffers: bool = True, beside: bool = False,
+    userbuffers: bool = True, beside: bool = False, graphs: bool = False,
 ) -> None:  # fmt: skip
     """Be one of the ranks."""
     run = gpu_run.start_on("cuda", out, commit, seconds)
     te_overlap.use(lambda: run.group)
     given = product(recipe.split(","), map(int, rows.split(",")), cases.split(","))
     gpu_run.measure_each(
-        run, given, lambda one: measure(run, one[2], one[1], one[0], rounds, userbuffers, beside)
-    )
+        run, given,
+        lambda one: measure(run, one[2], one[1], one[0], rounds, userbuffers, beside, graphs),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
