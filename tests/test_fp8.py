@@ -144,6 +144,10 @@ def test_partial_sums_travel_in_e4m3(rank, transport):
         for _ in range(6):
             layer.x_scale = [2 * one for one in layer.x_scale]
             layer.check(plan, split)
+        layer.x = [torch.zeros_like(x.float()).to(x.dtype) for x in layer.x]
+        layer.check(plan, split)  # the largest of each tile is 0
+        layer.x_scale = [torch.tensor([torch.inf])] * 2
+        assert layer.call(plan, split).isnan().all()
 
 
 @on_device_ranks(2)
