@@ -29,9 +29,7 @@ class Bags:
     dtype: torch.dtype
 
     @staticmethod
-    def of(
-        weight: Tensor, offsets: Tensor, tables: Sequence[int], rank: int, mode: str
-    ) -> Bags:  # fmt: skip
+    def of(weight: Tensor, offsets: Tensor, tables: Sequence[int], rank: int, mode: str) -> Bags:
         local, rows, D = weight.shape
         batch = (offsets.numel() - 1) // local
         return Bags(tuple(tables), rank, rows, D, batch, mode, weight.dtype)

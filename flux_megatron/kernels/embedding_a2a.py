@@ -154,9 +154,7 @@ def embedding_a2a_kernel(
             )  # wait [P]
             first_column = tl.load(first_tables + source) * D
             last_column = tl.load(first_tables + source + 1) * D
-            copy_columns(
-                received, y, sample, inside, row_size, first_column, last_column, BLOCK_N
-            )  # fmt: skip
+            copy_columns(received, y, sample, inside, row_size, first_column, last_column, BLOCK_N)
         tile = settle(end_draw(ticket), work_counter)
     close_draws(tile, tiles, work_counter)
 
