@@ -56,7 +56,7 @@ def missing(module: str, command: str = "") -> str | None:
 
 def require(command: str, *modules: str) -> None:
     """`BadInput` that names all of the modules which are not installed, and the extra."""
-    if lacking := ", ".join(module for module in modules if not _is_there(module)):
+    if lacking := ", ".join(module for module in modules if not is_there(module)):
         remedy = f"pip install 'flux-megatron[{extra(command)}]'"
         raise BadInput(f"flux-megatron {command}: {lacking} not installed: {remedy}")
 
@@ -65,7 +65,7 @@ def extra(command: str) -> str:
     return EXTRA_OF_COMMAND.get(command, "launch")
 
 
-def _is_there(module: str) -> bool:
+def is_there(module: str) -> bool:
     try:
         return find_spec(module) is not None
     except (ModuleNotFoundError, ValueError):  # the package it is in, or it is loaded but in part

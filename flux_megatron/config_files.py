@@ -32,13 +32,6 @@ _Loader.add_implicit_resolver(
 )
 
 
-def configs() -> Path:
-    """The folder of the files that we ship: in an installed package, or a checkout."""
-    package = Path(__file__).parent
-    inside = package / "configs"
-    return inside if inside.is_dir() else package.parent / "configs"
-
-
 def read(file: Path) -> dict[str, Any]:
     """The mapping that a YAML file holds, empty for an empty file.
 

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from flux_megatron import scaling as fp8
 from flux_megatron import settings
 from flux_megatron.overlap import registry
-from flux_megatron.overlap.operands import refuse_wrapper
+from flux_megatron.overlap.operands import described, refuse_wrapper
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.scaling import Scaling
@@ -189,14 +189,14 @@ def operands_error(
     elif w.device != x.device:
         wrong = "one device expected"
     elif x.device != space.device:
-        return f"x {_described(x)} given, {space.device} expected, where the group's first call was"
+        return f"x {described(x)} given, {space.device} expected, where the group's first call was"
     elif x.shape[1] != w.shape[-1 if layout == "nt" else -2]:
         wrong = f"equal K expected for layout {layout!r}"
     elif 0 in w.shape:
         wrong = "no empty dimension expected"
     else:
         return None
-    return f"x {_described(x)} and w {_described(w)} given, {wrong}"
+    return f"x {described(x)} and w {described(w)} given, {wrong}"
 
 
 def _error(
@@ -207,18 +207,14 @@ def _error(
     if error := operands_error(x, w, 2, layout, plan, registry.STRATEGIES[pattern], space, scaling):
         return error
     if not len(x):
-        return f"x {_described(x)} given, no empty dimension expected"
+        return f"x {described(x)} given, no empty dimension expected"
     if pattern.spec.scatters and len(x) % space.world_size:
         ranks = f"the group's {space.world_size} ranks"
-        return f"x {_described(x)} given, rows divisible by {ranks} expected"
+        return f"x {described(x)} given, rows divisible by {ranks} expected"
     dtype = fp8.result_dtype(x, scaling)
     outer = w.shape[0 if layout == "nt" else 1]
     if bias is not None and (bias.shape != (outer,) or bias.dtype != dtype):
-        return f"bias {_described(bias)} given, [{outer}] {dtype} expected"
+        return f"bias {described(bias)} given, [{outer}] {dtype} expected"
     if bias is not None and bias.device != x.device:
-        return f"bias {_described(bias)} given, {x.device} expected"
+        return f"bias {described(bias)} given, {x.device} expected"
     return None
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"

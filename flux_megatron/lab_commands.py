@@ -5,7 +5,6 @@ loads one when it is asked for, and works where `flux_megatron.lab` is not insta
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from flux_megatron import command_errors
@@ -23,10 +22,7 @@ PLACES = {  # module below it, and the function or typer app there; in the order
 
 
 def is_installed(command: str) -> bool:
-    try:
-        return find_spec(f"{LAB}.{PLACES[command][0]}") is not None
-    except ModuleNotFoundError:  # a package above it
-        return False
+    return command_errors.is_there(f"{LAB}.{PLACES[command][0]}")
 
 
 def missing(command: str) -> str | None:

@@ -18,7 +18,7 @@ LLAMA = Model(
     tied_embeddings=False,
 )  # fmt: skip
 A100 = Cluster(
-    "a100", "A100-SXM4-80GB", nodes=16, gpus_per_node=8, numa_nodes=2, memory_gib=80.0,
+    "a100", "A100-SXM4-80GB", nodes=16, gpus_per_node=8, memory_gib=80.0,
     link=Link("nvlink", 300.0), nics=Nics(4, 25.0),
 )  # fmt: skip
 WORKLOAD = Workload(

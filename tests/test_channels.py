@@ -34,7 +34,7 @@ def channel_of(pattern: str) -> Channel:
 def half_of(space: Workspace, rank: int, size_bytes: int) -> int:
     """Open and close one call; where its half lies on this rank."""
     opened = space.begin("gather", size_bytes)
-    address = opened.view(rank, (1,), torch.uint8).data_ptr()
+    address = opened.region.view(rank, (1,), torch.uint8).data_ptr()
     space.end(opened)
     return address
 
@@ -139,7 +139,7 @@ def test_poison_is_what_a_stale_read_finds(rank, poison):
         scatter = ops.start_gemm_rs(x, w, dist.group.WORLD)
         scatter.finish()
         (in_flight,) = scatter.calls
-        received = in_flight.view(rank, (2, 3, 5), x.dtype)
+        received = in_flight.region.view(rank, (2, 3, 5), x.dtype)
         assert gathered.isnan().all() == received.isnan().all() == (poison == "1")
 
 

@@ -51,11 +51,12 @@ command_group: command_errors lab_commands | typer
 patterns:
 problem: patterns
 scaling: | torch  # FP8's scales go from a call's checks down to the kernels
+shipped:  # where configs and patches lie
 config_files: errors | yaml
 option_values: errors  # what any command may be given
 machine: errors  # the GPUs of this machine, counted without torch
 # `python -m flux_megatron.launch` becomes a rank of a training run: see AT_IMPORT
-launch: config_files errors machine option_values problem version versions.python
+launch: config_files errors machine option_values problem shipped version versions.python
     integration.arguments integration.bootstrap integration.cpu_pretrain
     | jinja2 pydantic typer yaml
 wgrad: | torch | fused_weight_gradient_mlp_cuda
@@ -68,8 +69,8 @@ kernels: errors problem scaling settings symm.channel symm.enqueue symm.program 
 overlap: errors patterns problem scaling settings symm kernels | torch
 # it measures what `overlap` runs; what a measured plan depends on: Triton's version and the link
 # between the GPUs; which tiles are split, for a prediction of them
-tuning: errors patterns problem settings symm kernels.sizes kernels.triton_launch overlap wgrad
-    | torch | cuda triton
+tuning: errors patterns problem settings shipped symm kernels.sizes kernels.triton_launch overlap
+    wgrad | torch | cuda triton
 dispatch: errors problem scaling settings symm.groups symm.workspace overlap.operands
     overlap.registry overlap.report tuning.choice tuning.environment | torch
 ops: errors problem scaling overlap dispatch symm.groups | torch
@@ -82,9 +83,9 @@ device: errors symm kernels overlap | torch triton
 nn: errors ops patterns wgrad kernels.norm embedding | torch
 # apex's kernel for the weight gradient, where it is installed; whether this Megatron is one that
 # was recorded; what a run counts, and the end of its steps
-integration: errors settings ops nn wgrad scaling expert_parallel patching.installed
-    overlap.report symm.step versions | torch megatron transformer_engine transformer_engine_torch
-    | fused_weight_gradient_mlp_cuda
+integration: command_errors errors settings ops nn wgrad scaling expert_parallel
+    patching.installed overlap.report symm.step versions | torch megatron
+    transformer_engine transformer_engine_torch | fused_weight_gradient_mlp_cuda
 # measures ahead of a run, on ranks that it starts; the names of Megatron's options
 tune_command: command_errors errors machine option_values patterns problem settings
     expert_parallel launch.parser_signature overlap.registry symm.workspace tuning
@@ -96,8 +97,8 @@ BELOW = " ".join(PRODUCT)
 LABORATORY = rooms(f"""\
 lab:
 lab.reference: patterns | torch
-lab.train: command_errors config_files errors option_values settings integration launch.schema
-    overlap.report symm.step | torch megatron matplotlib numpy pydantic typer
+lab.train: command_errors config_files errors option_values settings shipped integration
+    launch.schema overlap.report symm.step | torch megatron matplotlib numpy pydantic typer
 # decodes what `train` has trained, in ranks that `train` starts
 lab.generate: command_errors errors launch.schema option_values overlap.report symm.step lab.train
     | torch megatron pydantic typer
@@ -114,7 +115,7 @@ PRODUCT |= rooms(f"""\
 doctor: {BELOW} | *
 preflight: | torch  # runs on a node before the ranks, and once as ranks of its own
 # reads Megatron's sources as text: it works where neither torch nor megatron can be imported
-patching: errors | typer
+patching: errors shipped | typer
 cli: {BELOW} doctor patching | *
 __main__: command_errors lab_commands version cli doctor
 """)
@@ -123,7 +124,8 @@ BY_NAME = {"importlib.import_module", "import_module", "__import__"}
 # These must start fast on any machine: outside functions they import no more than this.
 AT_IMPORT = rooms(f"""\
 : {BASE}
-launch: config_files version errors machine option_values problem | jinja2 pydantic typer yaml
+launch: config_files version errors machine option_values problem shipped
+    | jinja2 pydantic typer yaml
 doctor: {BASE} command_errors option_values versions
 __main__: command_errors errors lab_commands version
 lab_commands: command_errors errors

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from flux_megatron import shipped
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 from flux_megatron.tuning import environment, plan_cache, plan_entry
 from flux_megatron.tuning.environment import Environment
@@ -132,7 +133,7 @@ def test_jobs_that_write_at_once_lose_nothing(tmp_path):
 def test_every_shipped_entry_can_be_read_in_the_folder_of_its_gpu():
     names = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "cpu"]
     assert [plan_cache.slug(name) for name in names] == ["h200", "h100-80gb-hbm3", "cpu"]
-    for folder in plan_cache.shipped().iterdir():
+    for folder in (shipped.folder("configs") / "tuned").iterdir():
         if folder.is_dir():
             entries, left_out = plan_cache.read_folders(Entry, folder)
             assert left_out == []

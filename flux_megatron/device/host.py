@@ -39,22 +39,22 @@ class Call:
     """
 
     def __init__(self, call: symmetric.Call, device: torch.device) -> None:
-        self._call, self._device = call, device
-        self.rank, self.world_size = call.rank, call.world_size
+        self._region, self._device = (region := call.region), device
+        self.rank, self.world_size = region.rank, region.world_size
         self.arguments: dict[str, Any] = {
-            "buffers": call.pointers,
-            "pads": call.pad_pointers,
+            "buffers": region.pointers,
+            "pads": region.pad_pointers,
             "counters": call.channel.tile_counters,
             "work": call.channel.work_counter,
             "status": call.status,
-            "rank": call.rank,
+            "rank": region.rank,
             "epoch": as_int32(call.epoch),
-            "timeout_ns": call.timeout_ns,
+            "timeout_ns": call.channel.timeout_ns,
         }
 
     def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Rank `rank`'s buffer from its first byte on, as a tensor of this process."""
-        return self._call.view(rank, shape, dtype)
+        return self._region.view(rank, shape, dtype)
 
     def grid(self, tiles: int, ctas_per_sm: int = 1) -> tuple[int]:
         """The CTAs of a kernel that draws `tiles` tiles: so many an SM, not more than tiles."""

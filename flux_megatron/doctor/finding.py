@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -35,13 +34,6 @@ def untested(library: Library, version: str) -> Iterator[Finding]:
     if text := library.untested(version):
         subject = f"version of {library.distribution}"
         yield Finding(subject, "note", text, "run the tests before a long job")
-
-
-def version_of(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def gpus_seen() -> int:

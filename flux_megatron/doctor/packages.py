@@ -11,7 +11,8 @@ import sysconfig
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from flux_megatron.doctor.finding import Finding, Wanted, gpus_seen, untested, version_of
+from flux_megatron.doctor.finding import Finding, Wanted, gpus_seen, untested
+from flux_megatron.versions.library import version_of
 from flux_megatron.versions.megatron_core import MEGATRON_CORE
 from flux_megatron.versions.python import PYTHON
 from flux_megatron.versions.torch import TORCH

@@ -9,6 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from flux_megatron.overlap.operands import described
+
 MODES = ("sum", "mean")
 
 
@@ -27,9 +29,7 @@ class Bags:
     dtype: torch.dtype
 
     @staticmethod
-    def of(
-        weight: Tensor, offsets: Tensor, tables: Sequence[int], rank: int, mode: str
-    ) -> Bags:  # fmt: skip
+    def of(weight: Tensor, offsets: Tensor, tables: Sequence[int], rank: int, mode: str) -> Bags:
         local, rows, D = weight.shape
         batch = (offsets.numel() - 1) // local
         return Bags(tuple(tables), rank, rows, D, batch, mode, weight.dtype)
@@ -79,16 +79,18 @@ def shape_error(
     if mode not in MODES:
         return f"mode {mode!r} given, one of {MODES} expected"
     if weight.dim() != 3 or 0 in weight.shape or not weight.dtype.is_floating_point:
-        return f"weight {_words(weight)} given, floating-point [tables, rows, D] expected"
+        return f"weight {described(weight)} given, floating-point [tables, rows, D] expected"
     if weight.shape[0] != tables[rank] or min(tables) < 1:
-        return f"weight {_words(weight)} given, {list(tables)} tables a rank expected, at least one"
+        return (
+            f"weight {described(weight)} given, {list(tables)} tables a rank expected, at least one"
+        )
     for name, given in (("indices", indices), ("offsets", offsets)):
         if given.dim() != 1 or given.dtype != torch.int64 or given.device != weight.device:
-            return f"{name} {_words(given)} given, int64 [n] on {weight.device} expected"
+            return f"{name} {described(given)} given, int64 [n] on {weight.device} expected"
     bags = offsets.numel() - 1
     if bags < 1 or bags % (weight.shape[0] * world_size):
         return (
-            f"offsets {_words(offsets)} given, 1 + a multiple of {weight.shape[0]} tables x "
+            f"offsets {described(offsets)} given, 1 + a multiple of {weight.shape[0]} tables x "
             f"{world_size} ranks expected"
         )
     if not (weight.is_contiguous() and indices.is_contiguous() and offsets.is_contiguous()):
@@ -122,8 +124,3 @@ def bags_of_entries(indices: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     lengths = offsets.diff()
     numbers = torch.arange(lengths.numel(), device=lengths.device)
     return lengths, torch.repeat_interleave(numbers, lengths, output_size=indices.numel())
-
-
-def _words(tensor: Tensor) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{list(tensor.shape)} {dtype} on {tensor.device}"

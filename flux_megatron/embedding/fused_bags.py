@@ -51,6 +51,7 @@ def backward(
 ) -> Tensor:  # fmt: skip
     """dy [B / R, T, D]  ->  dw [T_local, rows, D]."""
     call = transfer.begin(space, CHANNEL, _size_bytes(bags))
+    gradients = bags.batch * bags.local, bags.D
     tile = pooling.tile_of(bags.D, bags.local * bags.rows, dy.device.type)
     slice_samples = _slice_samples(bags, slice_samples, 1)
     packed = _push(dy, bags, call, space, slice_samples)
@@ -59,7 +60,7 @@ def backward(
     dw = dy.new_empty(bags.local, bags.rows, bags.D)
     with phase("gradient of rows"):
         embedding_gradient(
-            call.view(call.rank, (bags.batch * bags.local, bags.D), bags.dtype), *entries, call,
+            call.region.view(bags.rank, gradients, bags.dtype), *entries, call,
             dw=dw, samples=bags.samples, slice_samples=slice_samples, tile=tile, chunk=chunk,
         )  # fmt: skip
     space.engine.join()
@@ -101,7 +102,8 @@ def _push(dy: Tensor, bags: Bags, call: Call, space: Workspace, slice_samples: i
             space.engine.signal(signal, call.epoch)
         packed.append(payload)
     mine = (bags.world_size, bags.samples, bags.local, bags.D)
-    call.view(call.rank, mine, bags.dtype)[call.rank].copy_(dy[:, bags.columns(call.rank)])
+    received = call.region.view(bags.rank, mine, bags.dtype)
+    received[bags.rank].copy_(dy[:, bags.columns(bags.rank)])
     return packed
 
 

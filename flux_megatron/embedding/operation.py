@@ -174,8 +174,7 @@ def _call(bags: Bags, strategy: str, space: Workspace, direction: str) -> Iterat
     wanted = settings.get().strategy if strategy == "auto" else strategy
     alone, reason = space.world_size == 1 and strategy != "fused", None
     if wanted in ("auto", "fused"):
-        dtype = str(bags.dtype).removeprefix("torch.")
-        reason = space.unavailable or launch.supports_tensors(dtype, space.device.type)
+        reason = space.unavailable or launch.supports_tensors(bags.dtype, space.device.type)
     elif wanted != "sequential":
         reason = f"{wanted} is not built for {NAME}"
     plain = reason is not None or wanted == "sequential" or alone

@@ -42,10 +42,9 @@ def scaled(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _by_kernel(x: Tensor, N: int) -> bool:
-    dtype = str(x.dtype).removeprefix("torch.")
     if not (x.is_cuda or INTERPRET) or N == 0:
         return False
-    return launch.supports_tensors(dtype, x.device.type) is None
+    return launch.supports_tensors(x.dtype, x.device.type) is None
 
 
 class _Gated(torch.autograd.Function):

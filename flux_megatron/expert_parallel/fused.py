@@ -28,8 +28,7 @@ COMM_ROWS = 32  # of a push or a copy
 
 def supports(x: Tensor, N: int, layout: str, space: Workspace) -> str | None:
     """Why this strategy cannot run the call, or None."""
-    dtype = str(x.dtype).removeprefix("torch.")
-    return space.unavailable or launch.supports_tensors(dtype, x.device.type)
+    return space.unavailable or launch.supports_tensors(x.dtype, x.device.type)
 
 
 def default_plan(x: Tensor, N: int) -> Plan:

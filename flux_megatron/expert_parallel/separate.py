@@ -29,9 +29,8 @@ def a2a_gemm(
     wgrad: Wgrad | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `ops.a2a_gemm` for w = torch.stack(parameters); `wgrad` makes or keeps dw."""
-    keep = torch.is_grad_enabled() and any(one.requires_grad for one in parameters)
-    options = _Options(group.group_name, capacity, wgrad or plain_wgrad, keep)
-    return _A2aGemm.apply(x, counts, options, *parameters)
+    options = _Options(True, group.group_name, capacity, wgrad or plain_wgrad, _keeps(parameters))
+    return _Node.apply(x, counts, options, *parameters)
 
 
 def gemm_a2a(
@@ -39,8 +38,8 @@ def gemm_a2a(
     wgrad: Wgrad | None = None,
 ) -> Tensor:  # fmt: skip
     """y of `ops.gemm_a2a` for w = torch.stack(parameters); `wgrad` makes or keeps dw."""
-    options = _Options(group.group_name, tokens, wgrad or plain_wgrad)
-    return _GemmA2a.apply(x, counts, options, *parameters)
+    options = _Options(False, group.group_name, tokens, wgrad or plain_wgrad, _keeps(parameters))
+    return _Node.apply(x, counts, options, *parameters)[0]
 
 
 def plain_wgrad(
@@ -71,10 +70,15 @@ def in_one_storage(parameters: Sequence[Tensor]) -> None:
 
 
 class _Options(NamedTuple):
+    there: bool  # a2a_gemm, else gemm_a2a
     group: str
     rows: int  # the capacity, or the tokens that come back
     wgrad: Wgrad
-    keep: bool = False  # the rows that come, for dw
+    keep: bool  # the rows that come, for dw
+
+
+def _keeps(parameters: Sequence[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(one.requires_grad for one in parameters)
 
 
 def _whole(parameters: Sequence[Tensor]) -> ExpertWeights:
@@ -91,52 +95,36 @@ def _whole(parameters: Sequence[Tensor]) -> ExpertWeights:
     return stacked(parameters)
 
 
-class _A2aGemm(torch.autograd.Function):
+class _Node(torch.autograd.Function):
+    """Either operation: y, and what `a2a_gemm` has received. Its backward is the other one."""
+
     @staticmethod
     def forward(
         ctx, x: Tensor, counts: Tensor, options: _Options, *parameters: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        w = _whole(parameters)
-        y, received, rows = ops._a2a_gemm(
-            x, w.matrices, counts, options.rows, options.group, "nt", "", options.keep, w.reverse
-        )
+    ) -> tuple[Tensor, Tensor | None]:
+        w, received = _whole(parameters), None
+        given = w.matrices, counts, options.rows, options.group, "nt", ""
+        if options.there:
+            y, received, rows = ops._a2a_gemm(x, *given, options.keep, w.reverse)
+            ctx.mark_non_differentiable(received)
+        else:
+            y, rows = ops._gemm_a2a(x, *given, w.reverse), x
         ctx.save_for_backward(w.matrices, counts, received, rows)
         ctx.reverse, ctx.options, ctx.parameters = w.reverse, options, parameters
         ctx.tokens = len(x)
-        ctx.mark_non_differentiable(received)
         return y, received
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor, _: Tensor):
+    def backward(ctx, dy: Tensor, _: Tensor | None):
         w, counts, received, rows = ctx.saved_tensors
-        dy, dx = dy.contiguous(), None
+        options, dy, dx = ctx.options, dy.contiguous(), None
+        given = w, counts, ctx.tokens, options.group, "nn", ""
+        if not options.there:  # dy comes to its experts, as x is
+            dx, received, dy = ops._a2a_gemm(dy, *given, options.keep, ctx.reverse)
+        elif ctx.needs_input_grad[0]:
+            dx = ops._gemm_a2a(dy, *given, ctx.reverse)
         dws: Sequence[Tensor | None] = (None,) * len(ctx.parameters)
-        if ctx.needs_input_grad[0]:
-            dx = ops._gemm_a2a(dy, w, counts, ctx.tokens, ctx.options.group, "nn", "", ctx.reverse)
-        if ctx.options.keep:
-            dws = ctx.options.wgrad(ctx.parameters, dy, rows, received)
-        return dx, None, None, *dws
-
-
-class _GemmA2a(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, counts: Tensor, options: _Options, *parameters: Tensor) -> Tensor:
-        w = _whole(parameters)
-        y = ops._gemm_a2a(x, w.matrices, counts, options.rows, options.group, "nt", "", w.reverse)
-        ctx.save_for_backward(x, w.matrices, counts)
-        ctx.reverse, ctx.options, ctx.parameters = w.reverse, options, parameters
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: Tensor):
-        x, w, counts = ctx.saved_tensors
-        needs_dw = any(ctx.needs_input_grad[3:])
-        dx, received, rows = ops._a2a_gemm(
-            dy.contiguous(), w, counts, len(x), ctx.options.group, "nn", "", needs_dw, ctx.reverse
-        )
-        dws: Sequence[Tensor | None] = (None,) * len(ctx.parameters)
-        if needs_dw:
-            dws = ctx.options.wgrad(ctx.parameters, rows, x, received)
+        if options.keep:
+            dws = options.wgrad(ctx.parameters, dy, rows, received)
         return dx, None, None, *dws

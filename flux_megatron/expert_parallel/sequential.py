@@ -64,9 +64,7 @@ def _exchanged(rows: Tensor, sent: Tensor, came: Tensor, space: Workspace) -> Te
     """What all ranks have sent here, in rank order; `sent` and `came` [R] are rows a rank."""
     arrived = rows.new_empty(int(came.sum()), rows.shape[1])
     with phase("all-to-all"):
-        dist.all_to_all_single(
-            arrived, rows, came.tolist(), sent.tolist(), group=space.group
-        )  # fmt: skip
+        dist.all_to_all_single(arrived, rows, came.tolist(), sent.tolist(), group=space.group)
     return arrived
 
 

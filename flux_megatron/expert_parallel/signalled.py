@@ -32,7 +32,7 @@ COMM_SMS = 16
 
 def supports(x: Tensor, N: int, layout: str, space: Workspace) -> str | None:
     """Why this strategy cannot run the call, or None."""
-    return launch.supports_tensors(str(x.dtype).removeprefix("torch."), x.device.type)
+    return launch.supports_tensors(x.dtype, x.device.type)
 
 
 def default_plan(x: Tensor, N: int) -> Plan:

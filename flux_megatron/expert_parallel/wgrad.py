@@ -45,8 +45,7 @@ def add_weight_gradient(into: ExpertWeights, a: Tensor, b: Tensor, received: Ten
 
 
 def _by_kernel(a: Tensor) -> bool:
-    dtype = str(a.dtype).removeprefix("torch.")
-    return a.device.type != "cpu" and launch.supports_tensors(dtype, a.device.type) is None
+    return a.device.type != "cpu" and launch.supports_tensors(a.dtype, a.device.type) is None
 
 
 def _ends(received: Tensor) -> Tensor:

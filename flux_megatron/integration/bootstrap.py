@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from flux_megatron.command_errors import is_there
 from flux_megatron.errors import BadInput
 from flux_megatron.integration.arguments import Argument, arguments_of
 from flux_megatron.integration.flags import add_flux_arguments
@@ -23,21 +23,14 @@ def check(script: str, arguments: Sequence[str]) -> None:
     if not Path(script).is_file():
         raise BadInput(f"{script}: no such file; Megatron-LM's pretrain_gpt.py or another expected")
     beside = Path(script).resolve().parent / "megatron" / "training"
-    if not beside.is_dir() and not _installed("megatron.training"):
+    if not beside.is_dir() and not is_there("megatron.training"):
         raise BadInput(
             f"no megatron.training beside {script} or on PYTHONPATH: the package megatron-core "
             "does not have it, a checkout of Megatron-LM does"
         )
     saves = any(word.partition("=")[0] == "--save" for word in arguments)
-    if saves and not _installed("psutil"):
+    if saves and not is_there("psutil"):
         raise BadInput("--save: Megatron's checkpoints need psutil: pip install psutil")
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def enter(script: str, arguments: list[str]) -> None:

@@ -46,8 +46,6 @@ def pretend_gpu() -> None:
         setattr(cuda, name, lambda *_, **__: 0)
     for name in ("range_push", "range_pop"):
         setattr(cuda.nvtx, name, lambda *_, **__: None)
-    cuda.Stream = Stream
-    cuda.stream = lambda stream: stream if isinstance(stream, Stream) else Stream()
     cuda.default_stream = lambda *_: Stream()
     cuda.set_stream = lambda stream: None
     # a CUDA build of torch has an accelerator, and asks its driver: optimizers do in each step

@@ -48,7 +48,6 @@ from flux_megatron.versions.megatron_core import MEGATRON_CORE
 from flux_megatron.versions.transformer_engine import TRANSFORMER_ENGINE
 
 _PROVIDER = "TESpecProvider"
-_logged: set[str] = set()
 _output_layer = contextlib.ExitStack()  # keeps the class of the LM head replaced
 
 
@@ -66,7 +65,7 @@ def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None
         args.tp_comm_overlap = False
     requirements.check(args, known)
     if requirements.overlaps_nothing(args):
-        _log_once("nothing", f"--flux-overlap: {requirements.NOTHING}")
+        requirements.log_once(f"--flux-overlap: {requirements.NOTHING}")
     checkpoint_arguments.then(lambda args: install_from(args, known))
     beside.resolve(args)
     of_te = args.transformer_impl == "transformer_engine" and te_can_run()
@@ -76,7 +75,8 @@ def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None
     install(options, of_te, (getattr(args, "spec", None) or [None])[0], fp8)
     # else all masks of causal layers are causal, and torch's flash attention need not read them
     FluxCoreAttention.reads_causal_masks = bool(getattr(args, "reset_attention_mask", False))
-    _log_once("layers", _what_is_built(args.transformer_impl, of_te, options.layers, fp8))
+    built = _what_is_built(args.transformer_impl, of_te, options.layers, fp8)
+    requirements.log_once(built, about="layers")
     if not of_te:  # which a later call then finds in these arguments
         args.transformer_impl = "local"
 
@@ -196,13 +196,6 @@ def _what_is_built(
     )
 
 
-def _log_once(about: str, text: str) -> None:
-    """On rank 0. Megatron-LM parses its arguments up to three times."""
-    if about not in _logged and os.environ.get("RANK", "0") == "0":
-        print(f"flux_megatron: {text}", flush=True)
-    _logged.add(about)
-
-
 @functools.cache
 def log_at_exit() -> None:
     atexit.register(_log_calls)
@@ -211,4 +204,4 @@ def log_at_exit() -> None:
 def _log_calls() -> None:
     done = report()
     nothing = "no call came to our layers, so nothing was overlapped"
-    _log_once("calls", str(done) if done.total else nothing)
+    requirements.log_once(str(done) if done.total else nothing, about="calls")

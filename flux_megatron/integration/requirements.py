@@ -9,7 +9,6 @@ run without it and are counted with the reason, or fail under `--flux-strict`.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -221,7 +220,11 @@ def _of_modelopt(args: Any) -> Iterator[Refusal]:
         yield Refusal(f"--load {load}", f"a checkpoint of ModelOpt: {_MODELOPT}")
 
 
-@functools.cache
-def log_once(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
+_logged: set[str] = set()
+
+
+def log_once(text: str, about: str = "") -> None:
+    """On rank 0, one text `about` something. Megatron-LM parses its arguments up to three times."""
+    if (about or text) not in _logged and os.environ.get("RANK", "0") == "0":
         print(f"flux_megatron: {text}", flush=True)
+    _logged.add(about or text)

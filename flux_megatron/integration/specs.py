@@ -1,4 +1,4 @@
-"""Ready layer specifications for megatron-core's `GPTModel`, and a way to its LM head besides."""
+"""A ready layer specification for megatron-core's `GPTModel`, and a way to its LM head besides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron.core.models import backends
 from megatron.core.models.gpt import gpt_layer_specs, gpt_model
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from flux_megatron.integration.layers import FluxColumnParallelLinear
@@ -46,43 +45,6 @@ def gpt_block_spec(
             vp_stage=vp_stage,
         )
     return dataclasses.replace(block, layer_norm=FluxNorm)
-
-
-def gpt_layer_spec(config: Any, layers: str = "flux") -> ModuleSpec:
-    """One decoder layer of a model whose layers are all alike; `ValueError` if they are not.
-
-    A model built from it takes its final norm from megatron-core: with sequence parallelism use
-    `gpt_block_spec`.
-    """
-    with local_spec_from(layers):
-        first, *others = _decoder_layers(config)
-    if any(other is not first for other in others):
-        raise ValueError("dense and expert layers given, all alike expected: use gpt_block_spec")
-    return first
-
-
-def _decoder_layers(config: Any) -> list[ModuleSpec]:
-    """Those of all stages."""
-    if hasattr(gpt_layer_specs, "get_gpt_decoder_layer_specs"):  # since 0.16
-        return gpt_layer_specs.get_gpt_decoder_layer_specs(
-            config,
-            use_transformer_engine=False,
-            normalization=config.normalization,
-            qk_l2_norm=config.qk_l2_norm,
-        )
-    every = config.moe_layer_freq
-    if isinstance(every, int):
-        every = [number % every == 0 for number in range(config.num_layers)]
-    specs = {
-        experts: gpt_layer_specs.get_gpt_layer_local_spec(
-            experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization,
-            multi_latent_attention=config.multi_latent_attention,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-            moe_use_legacy_grouped_gemm=config.moe_use_legacy_grouped_gemm,
-        )
-        for experts in (None, config.num_moe_experts)
-    }  # fmt: skip
-    return [specs[config.num_moe_experts if experts else None] for experts in every]
 
 
 @contextlib.contextmanager

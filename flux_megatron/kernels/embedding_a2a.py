@@ -154,9 +154,7 @@ def embedding_a2a_kernel(
             )  # wait [P]
             first_column = tl.load(first_tables + source) * D
             last_column = tl.load(first_tables + source + 1) * D
-            copy_columns(
-                received, y, sample, inside, row_size, first_column, last_column, BLOCK_N
-            )  # fmt: skip
+            copy_columns(received, y, sample, inside, row_size, first_column, last_column, BLOCK_N)
         tile = settle(end_draw(ticket), work_counter)
     close_draws(tile, tiles, work_counter)
 
@@ -185,21 +183,22 @@ def embedding_a2a(
     samples = (offsets.numel() - 1) // weight.shape[0] // len(tables)
     rows, D = weight.shape[1:]
     y = weight.new_empty(samples, sum(tables), D)
-    received, channel = call.view(call.rank, y.shape, y.dtype), call.channel
+    region, channel = call.region, call.channel
+    rank, received = region.rank, region.view(region.rank, y.shape, y.dtype)
     world_size, interpreted = len(tables), weight.device.type == "cpu"
     blocks = cdiv(samples, slice_samples) * cdiv(slice_samples, tile.block_m)
-    tiles = world_size * blocks * tables[call.rank] + (world_size - 1) * blocks
+    tiles = world_size * blocks * tables[rank] + (world_size - 1) * blocks
     (grid,) = launch.persistent_grid(weight.device, tiles)
     if not interpreted:
         grid = min(tiles, CTAS_PER_SM * grid, WORK_WORDS - WORK_CLAIMS)
     launch_kernel(
         embedding_a2a_kernel, (grid,), tile,
         (
-            weight, indices, offsets, y, received, call.pointers, first_tables,
-            call.pads[call.rank], call.pad_pointers, channel.tile_counters, channel.work_counter,
+            weight, indices, offsets, y, received, region.pointers, first_tables,
+            region.pads[rank], region.pad_pointers, channel.tile_counters, channel.work_counter,
             call.status,
         ),
-        (call.rank, as_int32(call.epoch), call.timeout_ns, indices.numel()),
+        (rank, as_int32(call.epoch), channel.timeout_ns, indices.numel()),
         (rows, samples, slice_samples, D),
         WORLD_SIZE=world_size, MEAN=mean, UNROLL=1 if interpreted else ROWS_AT_ONCE,
     )  # fmt: skip

@@ -119,15 +119,15 @@ def embedding_gradient(
     chunks = keys.numel() // chunk
     sums = torch.empty(max(chunks, 1), D, dtype=torch.float32, device=dw.device)
     weights = entries if scales is None else scales
-    interpreted = dw.device.type == "cpu"
+    interpreted, region = dw.device.type == "cpu", call.region
 
     def launched(kernel, blocks: int, tensors: tuple, numbers: tuple, sizes: tuple) -> None:
         (sms,) = launch.persistent_grid(dw.device, cdiv(blocks, CTAS_PER_SM))
         launch_kernel(
             kernel, (sms if interpreted else min(blocks, CTAS_PER_SM * sms),), tile,
-            (*tensors, call.pads[call.rank], call.status),
-            (call.rank, as_int32(call.epoch), call.timeout_ns, *numbers), sizes,
-            WORLD_SIZE=call.world_size, SCALED=scales is not None, CHUNK=chunk,
+            (*tensors, region.pads[region.rank], call.status),
+            (region.rank, as_int32(call.epoch), call.channel.timeout_ns, *numbers), sizes,
+            WORLD_SIZE=region.world_size, SCALED=scales is not None, CHUNK=chunk,
             UNROLL=1 if interpreted else ROWS_AT_ONCE,
         )  # fmt: skip
 

@@ -86,9 +86,7 @@ def gated_backward_kernel(
 
 
 @triton.jit(do_not_specialize=["M"])
-def scaled_forward_kernel(
-    x, scale, y, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+def scaled_forward_kernel(x, scale, y, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     inside = (rows[:, None] < M) & (cols[None, :] < N)
@@ -101,7 +99,7 @@ def scaled_forward_kernel(
 @triton.jit(do_not_specialize=["M"])
 def scaled_backward_kernel(
     dy, x, scale, dx, dscale, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+):
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     inside = (rows[:, None] < M) & (cols[None, :] < N)
@@ -149,9 +147,7 @@ def gated_forward(x: Tensor, received: Tensor, activation: str) -> Tensor:
 def gated_backward(dy: Tensor, x: Tensor, received: Tensor, activation: str) -> Tensor:
     """dx [capacity, 2 N] for dy [capacity, N], of the same rows."""
     dx = torch.empty_like(x)
-    _launch_gated(
-        gated_backward_kernel, *dy.shape, activation, received, dy, x, received, dx
-    )  # fmt: skip
+    _launch_gated(gated_backward_kernel, *dy.shape, activation, received, dy, x, received, dx)
     return dx
 
 

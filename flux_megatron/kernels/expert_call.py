@@ -46,23 +46,25 @@ class ExpertCall(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """What kernels read of other ranks: regions and pads; and the status record."""
-        call = self.call
-        return call.pointers, call.pads[call.rank], call.pad_pointers, call.status
+        region = self.call.region
+        return region.pointers, region.pads[region.rank], region.pad_pointers, self.call.status
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        return self.call.rank, signals.as_int32(self.call.epoch), self.call.timeout_ns
+        call = self.call
+        return call.region.rank, signals.as_int32(call.epoch), call.channel.timeout_ns
 
     @property
     def groups(self) -> int:
-        return self.call.world_size * self.experts
+        return self.call.region.world_size * self.experts
 
     def constants(self, columns: int) -> dict[str, int]:
         """The constexprs of the portable kernels, which copy rows of so many columns."""
+        world_size = self.call.region.world_size
         return {
-            "WORLD_SIZE": self.call.world_size, "EXPERTS": self.experts,
+            "WORLD_SIZE": world_size, "EXPERTS": self.experts,
             "PER_SIGNAL": experts_per_signal(self.experts),
-            "HEADER": header_bytes(self.call.world_size, self.experts), "ROWS": self.comm_rows,
+            "HEADER": header_bytes(world_size, self.experts), "ROWS": self.comm_rows,
             "COLUMNS": min(COPY_COLUMNS, next_power_of_2(columns)),
             "BLOCK_G": next_power_of_2(self.groups), "LAYOUT_NN": self.layout == "nn",
         }  # fmt: skip
@@ -74,9 +76,9 @@ class ExpertCall(NamedTuple):
 
     def received(self, like: Tensor, columns: int) -> Tensor:
         """The rows [capacity, columns] of this rank's region."""
-        header = header_bytes(self.call.world_size, self.experts)
-        shape = (self.capacity, columns)
-        return self.call.region.view(self.call.rank, shape, like.dtype, header)
+        region, shape = self.call.region, (self.capacity, columns)
+        header = header_bytes(region.world_size, self.experts)
+        return region.view(region.rank, shape, like.dtype, header)
 
 
 def exchange_counts(counts: Tensor, about: ExpertCall, *, rows: int) -> tuple[Tensor, Tensor]:
@@ -113,6 +115,6 @@ def expert_config(about: ExpertCall, keep: bool = False) -> ExpertConfig:
     """With `keep` rows are kept for backward."""
     known = about.constants(1)
     return ExpertConfig(
-        **common_config(about.call.world_size, about.layout, about.tile), KEEP=keep,
+        **common_config(about.call.region.world_size, about.layout, about.tile), KEEP=keep,
         **{name: known[name] for name in ("EXPERTS", "PER_SIGNAL", "BLOCK_G", "HEADER", "ROWS")},
     )  # fmt: skip

@@ -22,10 +22,10 @@ def supports(problem: Problem) -> str | None:
     return supports_tensors(problem.dtype, problem.device)
 
 
-def supports_tensors(dtype: str, device: str) -> str | None:
-    """The same of tensors of a dtype on a kind of device."""
-    if dtype not in DTYPES:
-        return f"dtype {dtype} is none of {', '.join(DTYPES)}"
+def supports_tensors(dtype: str | torch.dtype, device: str) -> str | None:
+    """The same of tensors of a dtype, or of one of this name, on a kind of device."""
+    if (name := str(dtype).removeprefix("torch.")) not in DTYPES:
+        return f"dtype {name} is none of {', '.join(DTYPES)}"
     if device == "cpu":
         return interpreter.refuses()
     if triton.knobs.runtime.interpret:

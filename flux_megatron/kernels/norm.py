@@ -120,9 +120,7 @@ def norm_backward_kernel(
 
 
 @triton.jit
-def sum_partials_kernel(
-    partials, total, ctas, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+def sum_partials_kernel(partials, total, ctas, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """partials [sums, CTAs, N] -> total [sums, N]."""
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     partials += tl.program_id(1) * ctas * N

@@ -43,10 +43,11 @@ def rank_barrier_kernel(
 
 def rank_barrier(call: Call) -> None:
     """Reset this rank's slots, count an entry, and wait for the entry of every other rank."""
+    region = call.region
     launch_kernel(
         rank_barrier_kernel, (1,), Tile(num_warps=1, num_stages=1),
-        (call.pads[call.rank], call.pad_pointers, call.region.entries, call.status),
-        (call.rank, call.timeout_ns),
-        WORLD_SIZE=call.world_size,
-        BLOCK=next_power_of_2(call.world_size * MAX_COMM_TILES.value),
+        (region.pads[region.rank], region.pad_pointers, region.entries, call.status),
+        (region.rank, call.channel.timeout_ns),
+        WORLD_SIZE=region.world_size,
+        BLOCK=next_power_of_2(region.world_size * MAX_COMM_TILES.value),
     )  # fmt: skip

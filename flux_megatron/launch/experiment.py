@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from flux_megatron.config_files import configs, flat, merge
+from flux_megatron import shipped
+from flux_megatron.config_files import flat, merge
 from flux_megatron.launch import rules, schema
 from flux_megatron.launch.errors import ExperimentError, LaunchError, Rule
 from flux_megatron.launch.inheritance import Merged, Tree, covers
@@ -69,11 +70,12 @@ def _shipped() -> dict[str, Path]:
     """Files by their paths below configs/experiments, where `base*` are only bases, and what is
     simulated alone, as study/dlrm-128-nodes.
     """
-    root = configs() / "experiments"
+    configs = shipped.folder("configs")
+    root = configs / "experiments"
     files = [file for file in root.rglob("*.yaml") if not file.stem.startswith("base")]
     found = {str(file.relative_to(root).with_suffix("")): file for file in files}
     return dict(sorted(found.items())) | {
-        f"study/{one.stem}": one for one in sorted(configs().glob("studies/*.yaml"))
+        f"study/{one.stem}": one for one in sorted(configs.glob("studies/*.yaml"))
     }
 
 

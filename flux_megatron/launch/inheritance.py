@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flux_megatron import config_files
-from flux_megatron.config_files import configs, flat, merge
+from flux_megatron import config_files, shipped
+from flux_megatron.config_files import flat, merge
 from flux_megatron.launch.errors import ExperimentError, Rule
 
 # sections that a file may take whole by name, and the folders of those that we ship
@@ -113,7 +113,7 @@ class Merged:
         """The section becomes that of another file, and nothing of it remains."""
         file = folder / name
         if not name.endswith(".yaml"):
-            file = configs() / SHIPPED[section] / f"{name}.yaml"
+            file = shipped.folder("configs") / SHIPPED[section] / f"{name}.yaml"
             known = sorted(one.stem for one in file.parent.glob("*.yaml"))
             if name not in known:
                 rule = f"{name!r} given, one of {known} or a file expected"

@@ -101,7 +101,6 @@ class Cluster:
     gpu: str
     nodes: Count
     gpus_per_node: Count
-    numa_nodes: Count
     memory_gib: Positive  # of one GPU; of the machine for "cpu"
     link: Link
     nics: Nics | None = None  # None: a single node

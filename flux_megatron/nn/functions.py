@@ -104,7 +104,9 @@ def linear(name: str, x: Tensor, w: Tensor, bias: Tensor | None, options: Option
         return operators.linear(layer, x, w, into, *named, bias, save_gathered)[0]
     if not torch.is_grad_enabled():
         return forward(options.layer, x, w, bias, options.group)[0]
-    return LinearNode.apply(_dense(x), w, bias, options)
+    # autograd copies x with gaps: backward keeps the caller's tensor, of which hooks that move it
+    # to the host read attributes, and second derivatives are taken
+    return LinearNode.apply(x.contiguous(), w, bias, options)
 
 
 def _traceable(name: str, options: Options) -> bool:
@@ -121,10 +123,3 @@ def _traceable(name: str, options: Options) -> bool:
             "flux_megatron.wgrad.IntoMainGrad as wgrad expected under torch.compile"
         )
     return False
-
-
-def _dense(x: Tensor) -> Tensor:
-    """x, copied by autograd where it has gaps: backward keeps it as the caller's tensor, of which
-    hooks that move saved tensors to the host read attributes, and second derivatives are taken.
-    """
-    return x if x.is_contiguous() else x.contiguous()

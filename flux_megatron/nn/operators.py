@@ -91,9 +91,7 @@ def _layer_gradients(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     x, w = ctx.saved_tensors
     needs = [ctx.needs_input_grad[place] for place in (1, 2, 6)]
     main_grad = ctx.main_grad if needs[1] else None
-    made = _backward(
-        main_grad, ctx.layer, dy, x, w, ctx.group, ctx.R, ctx.save_gathered, needs
-    )  # fmt: skip
+    made = _backward(main_grad, ctx.layer, dy, x, w, ctx.group, ctx.R, ctx.save_gathered, needs)
     wanted = (needs[0], needs[1] and main_grad is None, needs[2])
     dx, dw, db = (one if need else None for one, need in zip(made, wanted, strict=True))
     return None, dx, dw, None, None, None, db, None

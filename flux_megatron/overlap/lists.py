@@ -57,10 +57,6 @@ def lists_of(
     return lists
 
 
-class NotCompiled(Exception):
-    """A kernel must be launched by Triton first."""
-
-
 class _Builder:
     def __init__(
         self, program: CallProgram, engine: CopyEngine, number: Callable[[Operand], int]
@@ -104,7 +100,7 @@ class _Builder:
             moves = []
             arguments = step.launcher.native(step, self._number, self._scratch)
             if arguments is None:
-                raise NotCompiled(f"{step.launcher.name} is not compiled yet")
+                raise RuntimeError(f"{step.launcher.name} is not compiled yet")
             made.launch(STREAM, *arguments)
             self._launches.append(step.launcher.name)
         made.add(moves)

@@ -23,6 +23,11 @@ def is_plain(tensor: Tensor) -> bool:
     return kind is Tensor or kind is Parameter
 
 
+def described(tensor: Tensor) -> str:
+    """For messages."""
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+
+
 def memory(what: str, tensor: Tensor, *, contiguous: bool = True) -> Tensor:
     """`tensor` itself, where it is dense and aligned; else what it waits for, or a copy, which is
     counted. `ValueError` names the kind of tensor that is neither.

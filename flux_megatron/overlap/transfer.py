@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -208,23 +209,20 @@ def start_gather(
     )
 
 
-def gather_rows(p: CallProgram) -> None:
-    """x of every rank for the caller, who has a turn while it is in flight, then borrows it."""
-    gather = start_gather(p, p.x, p.plan.comm_rows)
-    p.turn()
-    p.turn(gather.complete())
-    gather.close()
-
-
-def gather_beside(p: CallProgram) -> None:
-    """The same beside other calls. The caller borrows the scales last, if x has any."""
+def gather_rows(p: CallProgram, channel_name: str = GATHER) -> None:
+    """x of every rank for the caller, who has a turn while it is in flight, then borrows it, and
+    the scales last, if x has any.
+    """
     scales: Any = p.scaling.x if p.scaling else None
-    gather = start_gather(p, p.x, 0, scales=scales, channel_name=BESIDE)
+    gather = start_gather(p, p.x, p.plan.comm_rows, scales=scales, channel_name=channel_name)
     p.turn()
     p.turn(gather.complete())
     if scales is not None:
         p.turn(gather.gathered_scales)
     gather.close()
+
+
+gather_beside = partial(gather_rows, channel_name=BESIDE)  # beside other calls
 
 
 @dataclass(frozen=True)

@@ -59,16 +59,10 @@ RELIED_ON = {
 
 @dataclass(frozen=True)
 class Function:
-    """A function or class: its first and last line, decorators included, and its text's hash."""
+    """A function or class: its first line, decorators included, and its text's hash."""
 
     first: int
-    last: int
     sha256: str
-
-    @property
-    def inside(self) -> range:
-        """The lines after which something inserted is a part of it."""
-        return range(self.first, self.last)
 
 
 def digest(text: str) -> str:
@@ -85,9 +79,8 @@ def functions(source: str) -> dict[str, Function]:
             inside = prefix
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 first = min(part.lineno for part in (child, *child.decorator_list))
-                last = child.end_lineno or first
-                text = "\n".join(lines[first - 1 : last])
-                found[prefix + child.name] = Function(first, last, digest(text))
+                text = "\n".join(lines[first - 1 : child.end_lineno])
+                found[prefix + child.name] = Function(first, digest(text))
                 inside = f"{prefix}{child.name}."
             visit(child, inside)
 

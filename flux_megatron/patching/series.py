@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-_PACKAGE = Path(__file__).parents[1]
-_INSIDE = _PACKAGE / "patches"  # in an installed package; in a checkout they lie beside it
-FOLDER = _INSIDE if _INSIDE.is_dir() else _PACKAGE.parent / "patches"
+from flux_megatron import shipped
+
+FOLDER = shipped.folder("patches")
 PATCH = "0001-flux-overlap-flag.patch"
 FINGERPRINTS = "fingerprints.json"
 

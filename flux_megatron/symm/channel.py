@@ -50,34 +50,6 @@ class Call(NamedTuple):
     region: Region
     channel: Channel
 
-    @property
-    def timeout_ns(self) -> int:
-        return self.channel.timeout_ns
-
-    @property
-    def rank(self) -> int:
-        return self.region.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.region.world_size
-
-    @property
-    def pointers(self) -> Tensor:
-        return self.region.pointers
-
-    @property
-    def pads(self) -> tuple[Tensor, ...]:
-        return self.region.pads
-
-    @property
-    def pad_pointers(self) -> Tensor:
-        return self.region.pad_pointers
-
-    def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Rank `rank`'s region for this call as a tensor."""
-        return self.region.view(rank, shape, dtype)
-
 
 class Channel:
     """A symmetric buffer in regions, its signals, and the epoch of the last eager call.

@@ -21,7 +21,7 @@ from flux_megatron.symm.status import Status
 
 
 class WordChannel(Channel):
-    """Half h of a call's memory lies h * `region_bytes` behind `Call.pointers`.
+    """Half h of a call's memory lies h * `region_bytes` behind `Region.pointers`.
 
     `epochs`, int32 [1], is the number of the last call that has ended on this rank. `work`, int32
     [2 * WORK_WORDS], is the tile scheduler of the calls of either half. `arrivals`, int32 [2],

@@ -22,9 +22,10 @@ from typing import Any, Generic
 
 import torch
 
+from flux_megatron import shipped
 from flux_megatron.problem import Problem
 from flux_megatron.tuning import environment
-from flux_megatron.tuning.environment import PACKAGE, Environment
+from flux_megatron.tuning.environment import Environment
 from flux_megatron.tuning.plan_entry import FORMAT, AnyEntry, E, decode
 
 
@@ -63,7 +64,8 @@ def opened(kind: type[Any], folder: Path, device: torch.device) -> PlanCache[Any
     """The entries of the user's cache, in `folder`, and those we ship, for this environment; read
     once.
     """
-    cache = PlanCache(kind, [user_folder(folder), shipped()], environment.of(device))
+    ours = shipped.folder("configs") / "tuned"
+    cache = PlanCache(kind, [user_folder(folder), ours], environment.of(device))
     for reason in cache.left_out:
         warnings.warn(f"flux_megatron: measured plans are left out: {reason}", stacklevel=2)
     return cache
@@ -86,12 +88,6 @@ def user_folder(folder: Path) -> Path:
 def slug(gpu: str) -> str:
     """The folder of a GPU's entries: "NVIDIA H200" -> "h200"."""
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
-
-
-def shipped() -> Path:
-    """The folder of the entries we ship: inside an installed package, else in the checkout."""
-    inside = PACKAGE / "configs" / "tuned"
-    return inside if inside.is_dir() else PACKAGE.parent / "configs" / "tuned"
 
 
 def read_folders(kind: type[E], *folders: Path) -> tuple[list[E], list[str]]:

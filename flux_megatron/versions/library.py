@@ -20,6 +20,14 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(map(int, found.groups()))
 
 
+def version_of(distribution: str) -> str | None:
+    """Of what is installed, or None."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 @dataclass(frozen=True)
 class Library:
     """`distribution` is installed, `module` imported. `oldest` and `newest` were run."""
@@ -34,10 +42,7 @@ class Library:
         loaded = getattr(sys.modules.get(self.module), "__version__", None)
         if loaded is not None:
             return str(loaded)
-        try:
-            return metadata.version(self.distribution)
-        except metadata.PackageNotFoundError:
-            return None
+        return version_of(self.distribution)
 
     def since(self, version: str) -> bool:
         """Whether it is there, in this version or a newer one."""

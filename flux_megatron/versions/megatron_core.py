@@ -8,7 +8,6 @@ differs in a newer one is refused by its name. What our layers find in one of tw
 | --- | --- | --- |
 | the experts of a provider (`integration.provider`) | a class | a class, or a partial of it |
 | `qk_l2_norm` (`integration.specs`) | an argument of specifications to 0.15 | the configuration's |
-| specifications of every layer (`integration.specs`) | those of one stage to 0.15 | a function |
 """
 
 from __future__ import annotations

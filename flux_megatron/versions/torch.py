@@ -19,8 +19,3 @@ def has_grouped_mm() -> bool:
     from torch.nn import functional
 
     return hasattr(functional, "grouped_mm")
-
-
-def compiles_plans() -> bool:
-    """Whether `torch.compile` takes a frozen dataclass as argument."""
-    return TORCH.since("2.13")

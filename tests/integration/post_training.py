@@ -14,7 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import torch_norm
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from flux_megatron.integration import FluxNorm
+from flux_megatron.integration.norm import FluxNorm
 
 BOUND = 1e-5  # of losses and weights in fp32: docs/tests.md
 VOCAB, LAYERS = 32, 1

@@ -22,17 +22,13 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from side_by_side import parse
 
 from flux_megatron import settings
-from flux_megatron.integration import (
-    FluxColumnParallelLinear,
-    FluxNorm,
-    install,
-    provider,
-    requirements,
-)
+from flux_megatron.integration import install, provider, requirements
 from flux_megatron.integration.apex_shim import withdraw_wgrad_kernels
 from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.beside import overlapped_in
 from flux_megatron.integration.flags import FluxOptions, add_flux_arguments, options_from
+from flux_megatron.integration.layers import FluxColumnParallelLinear
+from flux_megatron.integration.norm import FluxNorm
 from flux_megatron.integration.provider import FluxSpecProvider
 from flux_megatron.integration.requirements import OUR_SPEC, refusals
 from flux_megatron.integration.selection import layer_of
@@ -55,7 +51,7 @@ def _restored(monkeypatch):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(install, "log_at_exit", lambda: None)
-    install._logged.clear()
+    requirements._logged.clear()
     yield
     withdraw_wgrad_kernels()
     install._output_layer.close()
@@ -291,7 +287,7 @@ def test_spec_refuses_what_it_cannot_say(arguments, refusal):
 
 def test_one_tensor_parallel_rank_is_said_before_the_start(capsys, monkeypatch):
     """There is nothing to overlap, which strict mode refuses; experts may have something."""
-    monkeypatch.setattr(install, "_logged", set())
+    monkeypatch.setattr(requirements, "_logged", set())
     nothing = "tensor parallel size is 1, so no call has communication to overlap"
     args = parse("--flux-overlap", "--transformer-impl", "local")
     args.tensor_model_parallel_size = 1

@@ -14,9 +14,9 @@ from ranks import on_cpu_ranks
 
 import flux_megatron
 from flux_megatron import errors
-from flux_megatron.integration import coverage, gpt_block_spec, use_flux_output_layer
+from flux_megatron.integration import coverage
 from flux_megatron.integration.selection import provider_of
-from flux_megatron.integration.specs import PROVIDERS
+from flux_megatron.integration.specs import PROVIDERS, gpt_block_spec, use_flux_output_layer
 from flux_megatron.overlap.report import Layers
 
 OTHER = "Megatron built a megatron.core.tensor_parallel.layers."

@@ -22,7 +22,8 @@ from test_te_specification import chunks, parameters, sharded
 
 import flux_megatron
 from flux_megatron import errors, settings
-from flux_megatron.integration import FluxColumnParallelLinear, stand_ins
+from flux_megatron.integration import stand_ins
+from flux_megatron.integration.layers import FluxColumnParallelLinear
 
 
 def life(model: GPTModel) -> list[torch.Tensor]:

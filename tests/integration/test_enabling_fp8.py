@@ -16,7 +16,7 @@ from torch import Tensor
 
 import flux_megatron
 from flux_megatron import errors
-from flux_megatron.integration import FluxColumnParallelLinear
+from flux_megatron.integration.layers import FluxColumnParallelLinear
 
 SIZE, VOCAB = 32, 64
 

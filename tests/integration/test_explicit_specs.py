@@ -27,15 +27,10 @@ from ranks import run_ranks
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron.integration import (
-    FluxColumnParallelLinear,
-    FluxNorm,
-    FluxRowParallelLinear,
-    coverage,
-    explicit_specs,
-    install,
-    use_flux_output_layer,
-)
+from flux_megatron.integration import coverage, explicit_specs, install
+from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
+from flux_megatron.integration.norm import FluxNorm
+from flux_megatron.integration.specs import use_flux_output_layer
 
 T5_ASKS_FOR_TE = "T5's local specification has a norm of TransformerEngine"
 VOCAB, SEQUENCE, BATCH = 64, 8, 2

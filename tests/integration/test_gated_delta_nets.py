@@ -22,7 +22,8 @@ from test_te_specification import parameters, sharded
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron.integration import FluxColumnParallelLinear, coverage, explicit_specs
+from flux_megatron.integration import coverage, explicit_specs
+from flux_megatron.integration.layers import FluxColumnParallelLinear
 
 nets = pytest.importorskip(
     "megatron.core.ssm.gated_delta_net", reason="megatron-core has them from 0.16 on"

@@ -173,7 +173,7 @@ def test_command_ends_by_ctrl_c(script):
 
 def test_checkpoints_without_their_package_are_refused(script, monkeypatch):
     """Megatron would wait for its writers, which have died of it."""
-    monkeypatch.setattr(bootstrap, "_installed", lambda module: module != "psutil")
+    monkeypatch.setattr(bootstrap, "is_there", lambda module: module != "psutil")
     bootstrap.check(str(script), ["--saved", "x"])
     for words in (["--save", "x"], ["--save=x"]):
         with pytest.raises(BadInput, match="--save: Megatron's checkpoints need psutil"):

@@ -17,17 +17,11 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.torch_norm import L2Norm
 from ranks import on_cpu_ranks
 
-from flux_megatron.integration import (
-    FluxColumnParallelLinear,
-    FluxNorm,
-    FluxRowParallelLinear,
-    FluxSpecProvider,
-    gpt_block_spec,
-    gpt_layer_spec,
-    use_flux_output_layer,
-)
 from flux_megatron.integration.attention import FluxCoreAttention
-from flux_megatron.integration.provider import StockSpecProvider
+from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
+from flux_megatron.integration.norm import FluxNorm
+from flux_megatron.integration.provider import FluxSpecProvider, StockSpecProvider
+from flux_megatron.integration.specs import gpt_block_spec, local_spec_from, use_flux_output_layer
 
 CLASSES = {
     "flux": (FluxColumnParallelLinear, FluxRowParallelLinear),
@@ -39,13 +33,17 @@ def config(**more):
     return sbs.settings(1, False, torch.float32, **{"num_layers": 4, "ffn_hidden_size": 32, **more})
 
 
+def layer_spec(layers="flux", **options):
+    """Megatron's own of one layer."""
+    with local_spec_from(layers):
+        return gpt_layer_specs.get_gpt_layer_local_spec(**options)
+
+
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("layers", ["flux", "stock"])
 def test_layers_and_norms(layers, normalization):
     column, row = CLASSES[layers]
-    parts = gpt_layer_spec(
-        config(normalization=normalization, qk_layernorm=True), layers
-    ).submodules
+    parts = layer_spec(layers, normalization=normalization, qk_layernorm=True).submodules
     attention, mlp = sbs.submodules_of(parts.self_attention), sbs.submodules_of(parts.mlp)
     assert (attention.linear_qkv, attention.linear_proj) == (column, row)
     assert (mlp.linear_fc1, mlp.linear_fc2) == (column, row)
@@ -59,8 +57,6 @@ def test_norms_of_queries_are_those_of_the_configuration(rank):
     for wanted in (False, True):
         given.qk_l2_norm = wanted  # before 0.16 no field
         specs = [gpt_block_spec(given, layers).layer_specs[0] for layers in CLASSES]
-        if hasattr(gpt_layer_specs, "get_gpt_decoder_layer_specs"):
-            specs += [gpt_layer_spec(given, layers) for layers in CLASSES]
         for spec in specs:
             attention = sbs.submodules_of(spec.submodules.self_attention)
             norms = {attention.q_layernorm, attention.k_layernorm}
@@ -70,26 +66,16 @@ def test_norms_of_queries_are_those_of_the_configuration(rank):
 @pytest.mark.parametrize("layers", ["flux", "stock"])
 def test_experts(layers):
     column, row = CLASSES[layers]
-    parts = gpt_layer_spec(config(num_moe_experts=2, add_bias_linear=False), layers).submodules
+    parts = layer_spec(layers, num_experts=2).submodules
     experts = sbs.submodules_of(parts.mlp).experts
     linears = sbs.submodules_of(experts)
     assert sbs.module_of(experts) is SequentialMLP
     assert (linears.linear_fc1, linears.linear_fc2) == (column, row)
 
 
-def test_layers_that_differ_need_the_block_specification():
-    """Also where those of each stage are alike."""
-    mixed = config(
-        num_moe_experts=2, add_bias_linear=False, moe_layer_freq=[0, 0, 1, 1],
-        pipeline_model_parallel_size=2,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="use gpt_block_spec"):
-        gpt_layer_spec(mixed)
-
-
 def test_unknown_layers_are_refused():
     with pytest.raises(ValueError, match=r"layers is 'te', one of \['flux', 'stock'\] expected"):
-        gpt_layer_spec(config(), "te")
+        layer_spec("te")
 
 
 def test_nothing_stays_replaced():
@@ -98,7 +84,7 @@ def test_nothing_stays_replaced():
         assert gpt_model.tensor_parallel.layers is tensor_parallel.layers
         assert tensor_parallel.ColumnParallelLinear is ColumnParallelLinear
         raise ZeroDivisionError
-    gpt_layer_spec(config())
+    layer_spec()
     assert gpt_model.tensor_parallel is tensor_parallel
     assert tensor_parallel.layers.ColumnParallelLinear is ColumnParallelLinear
     assert gpt_layer_specs.LocalSpecProvider is LocalSpecProvider

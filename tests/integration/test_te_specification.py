@@ -22,7 +22,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from ranks import on_cpu_ranks, run_ranks
 
-from flux_megatron.integration import FluxColumnParallelLinear, FluxRowParallelLinear
+from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
 from flux_megatron.integration.norm_linear import FluxLayerNormColumnParallelLinear
 from flux_megatron.integration.provider import FluxTEProvider
 

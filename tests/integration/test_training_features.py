@@ -24,7 +24,7 @@ from training_cases import ALL, FEATURES, QUICKEST, REFUSED
 from training_run import Feature, Training
 
 import flux_megatron
-from flux_megatron.integration import FluxColumnParallelLinear, FluxRowParallelLinear
+from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
 from flux_megatron.lab.train.compare import FLOAT32_TOLERANCE, STOCK_ARMS, judge_exact, judge_spread
 from flux_megatron.overlap.report import Report
 

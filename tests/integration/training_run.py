@@ -25,9 +25,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 
-from flux_megatron.integration import gpt_block_spec, use_flux_output_layer
 from flux_megatron.integration.provider import StockSpecProvider
-from flux_megatron.integration.specs import local_spec_from
+from flux_megatron.integration.specs import gpt_block_spec, local_spec_from, use_flux_output_layer
 from flux_megatron.lab.train.model import layer_context
 
 VOCAB, SEQUENCE, BATCH, HIDDEN, STEPS = 64, 16, 2, 32, 3

@@ -16,7 +16,7 @@ from flux_megatron.launch import memory
 from flux_megatron.launch.workload import Cluster, Link, Nics, Parallel, Workload
 
 PCIE = Cluster(
-    "pcie", "A100-PCIE-80GB", nodes=16, gpus_per_node=8, numa_nodes=2, memory_gib=80.0,
+    "pcie", "A100-PCIE-80GB", nodes=16, gpus_per_node=8, memory_gib=80.0,
     link=Link("pcie", 32.0), nics=Nics(2, 12.5),
 )  # fmt: skip
 H800 = replace(

@@ -37,7 +37,8 @@ _PAYLOAD = ("weight", "y", "received", "gradients", "dw")
 
 def _launchers(D: int, mean: bool, dtype: torch.dtype) -> Iterator[tuple[str, Launcher]]:
     tile = embedding_a2a.tile_of(D, SAMPLES, "cuda")
-    call, nothing = mock.MagicMock(rank=0, epoch=1, world_size=len(TABLES)), memory(1)
+    call, nothing = mock.MagicMock(epoch=1), memory(1)
+    call.region.configure_mock(world_size=len(TABLES), rank=0)
     weight, bags = memory(TABLES[0], ROWS, D, dtype=dtype), SAMPLES * 64
     offsets = memory(TABLES[0] * SAMPLES * len(TABLES) + 1)
     forward = launchers_of(

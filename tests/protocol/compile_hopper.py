@@ -265,7 +265,8 @@ def experts() -> dict[str, Configuration]:
     for layout, dtype in _VARIANTS:
         x, words = memory(8192, 4096, dtype=getattr(torch, dtype)), memory(1)
         w = ExpertWeights(memory(8, 4096, 4096, dtype=x.dtype))
-        call = mock.MagicMock(world_size=WORLD_SIZE, rank=0, epoch=1)
+        call = mock.MagicMock(epoch=1)
+        call.region.configure_mock(world_size=WORLD_SIZE, rank=0)
         about = ExpertCall(call, 8, len(x), layout, tile, 32)
         for name, kept in (("a2a_gemm", False), ("a2a_gemm", True), ("gemm_a2a", False)):
             if kept and (layout, dtype) != ("nt", "bfloat16"):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from flux_megatron import config_files
+from flux_megatron import config_files, shipped
 from flux_megatron.errors import BadInput
 from flux_megatron.launch import schema
 
@@ -139,9 +139,9 @@ def load(file: Path, overrides: dict[str, Any]) -> TrainConfig:
 
     `BadInput` names what is wrong.
     """
-    shipped = config_files.configs() / "train" / f"{file}.yaml"
+    ours = shipped.folder("configs") / "train" / f"{file}.yaml"
     try:
-        values = config_files.read(shipped if shipped.is_file() and not file.exists() else file)
+        values = config_files.read(ours if ours.is_file() and not file.exists() else file)
         return TrainConfig.model_validate(config_files.merge(values, overrides))
     except ValidationError as error:
         raise BadInput(f"{file}: {schema.said(error)}") from None
