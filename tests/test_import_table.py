@@ -73,7 +73,7 @@ tuning: errors patterns problem settings shipped symm kernels.sizes kernels.trit
     wgrad | torch | cuda triton
 dispatch: errors problem scaling settings symm.groups symm.workspace overlap.operands
     overlap.registry overlap.report tuning.choice tuning.environment | torch
-ops: errors problem scaling overlap dispatch symm.groups | torch
+ops: errors problem scaling settings overlap dispatch symm.groups | torch
 # for rows that are counted on the device: what `ops` and `overlap` do for the others
 expert_parallel: errors problem settings dispatch symm kernels overlap tuning versions ops | torch
 # pooling is no GEMM of x and w: it has operands, checks and strategies of its own
