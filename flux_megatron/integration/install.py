@@ -40,7 +40,7 @@ from flux_megatron.integration.provider import (
     StockSpecProvider,
     te_can_run,
 )
-from flux_megatron.integration.selection import provider_of, replacements_by
+from flux_megatron.integration.selection import layer_of, provider_of, replacements_by
 from flux_megatron.integration.specs import use_flux_output_layer
 from flux_megatron.overlap.report import report
 from flux_megatron.versions.library import warn_of_untested
@@ -131,20 +131,22 @@ def _overlap_te_layers(layers: tuple[str, ...] | None) -> None:
     from flux_megatron.integration import te_overlap  # Transformer Engine has to be there
 
     te_overlap.use(parallel_state.get_tensor_model_parallel_group, layers)
-    _name_layers_without_a_name()
+    _name_layers_as_userbuffers_do()
     provide_wgrad_kernels()
 
 
-def _name_layers_without_a_name() -> None:
-    """Megatron's wrapper of TransformerEngine's Linear wants a name of a layer with overlap, and
-    Megatron gives the projection of multi-token prediction none.
+def _name_layers_as_userbuffers_do() -> None:
+    """Megatron's wrapper of TransformerEngine's Linear wants one of four names: without one it
+    fails, which the projection of multi-token prediction has not, and another, as those of latent
+    attention, ends overlap for all layers that are built later.
     """
     wrapper = transformer_engine.TELinear
     init = wrapper.__init__
 
     @functools.wraps(init)
     def named(self: Any, *args: Any, parallel_mode: str | None, **kwargs: Any) -> None:
-        kwargs["tp_comm_buffer_name"] = kwargs.get("tp_comm_buffer_name") or parallel_mode
+        name = layer_of(kwargs.get("tp_comm_buffer_name"))
+        kwargs["tp_comm_buffer_name"] = name or ("fc2" if parallel_mode == "row" else "fc1")
         init(self, *args, parallel_mode=parallel_mode, **kwargs)
 
     wrapper.__init__ = named

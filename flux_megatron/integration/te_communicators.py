@@ -26,8 +26,7 @@ from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 from flux_megatron import ops
 from flux_megatron.scaling import BLOCK
 
-# Layers that gather dy in backward; others gather x in forward. "row" has no name from Megatron.
-_ROW = ("proj", "fc2", "row")
+_ROW = ("proj", "fc2")  # which gather dy in backward; others gather x in forward
 _IN_FP8 = base.UserBufferQuantizationMode.FP8
 _fill = base.fill_userbuffers_buffer_for_all_gather
 _preprocess = base.TransformerEngineBaseModule.grad_output_preprocess

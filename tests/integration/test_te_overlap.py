@@ -242,25 +242,25 @@ def test_megatron_builds_layers_as_for_userbuffers_without_bulk_overlap():
     assert names == {"flux_asked_te", "overlap", "overlap_ag", "overlap_rs", "overlap_rs_dgrad"}
 
 
-def test_layers_that_megatron_gives_no_name_have_one(monkeypatch):
+def test_layers_have_names_that_megatron_lets_overlap(monkeypatch):
     class TELinear:
         def __init__(self, *, parallel_mode: str, tp_comm_buffer_name: str | None) -> None:
             self.name = tp_comm_buffer_name
 
     monkeypatch.setattr(install.transformer_engine, "TELinear", TELinear)
-    install._name_layers_without_a_name()
-    given = [("column", None), ("row", None), ("row", "fc2")]
+    install._name_layers_as_userbuffers_do()
+    given = [("column", None), ("row", None), ("row", "proj"), ("column", "q_up_proj")]
     made = [TELinear(parallel_mode=mode, tp_comm_buffer_name=name).name for mode, name in given]
-    assert made == ["column", "row", "fc2"]
+    assert made == ["fc1", "fc2", "proj", "qkv"]
 
 
 def test_names_tell_who_gathers():
     pretend()
     from flux_megatron.integration.te_communicators import gathers
 
-    columns = ["qkv", "q_up_proj", "fc1", "column"]
+    columns = ["qkv", "q_up_proj", "fc1"]
     for names, direction, other in (
-        (columns, "fprop", "dgrad"), (["proj", "fc2", "row"], "dgrad", "fprop"),
+        (columns, "fprop", "dgrad"), (["proj", "fc2"], "dgrad", "fprop"),
     ):  # fmt: skip
         assert all(gathers(f"{name}_{direction}") for name in names)
         assert not any(gathers(f"{name}_{other}") for name in names)
