@@ -254,8 +254,9 @@ def test_layers_have_names_that_megatron_lets_overlap(monkeypatch):
     assert made == ["fc1", "fc2", "proj", "qkv"]
 
 
-def test_names_tell_who_gathers():
-    pretend()
+@on_cpu_ranks(2)
+def test_names_tell_who_gathers(rank):
+    overlapped()
     from flux_megatron.integration.te_communicators import gathers
 
     columns = ["qkv", "q_up_proj", "fc1"]

@@ -49,7 +49,7 @@ def on_hopper(pp: int) -> Workload:
     link, nics = Link("nvlink", 450.0), Nics(8, 50.0)
     return Workload(
         model=Model("GPT-3 175B", 96, 12288, 96, 96, 49152, 131072, 4096),
-        cluster=Cluster("eos", "H100-SXM5-80GB", 12, 8, 2, 80.0, link, nics),
+        cluster=Cluster("eos", "H100-SXM5-80GB", 12, 8, 80.0, link, nics),
         parallel=Parallel(8, pp, 12 // pp, {4: 6, 12: 4}[pp]),
         training=Training(1, 1152, 10, 1, overlap_grad_reduce=True, overlap_param_gather=True),
         arm="megatron",
@@ -62,7 +62,7 @@ def workload(run: Published, *, full: bool) -> Workload:
     link, nics = Link("nvlink", 300.0), Nics(8, 25.0)
     return Workload(
         model=Model(run.name, run.layers, run.hidden, run.heads, run.heads, size, 51200, 2048),
-        cluster=Cluster("selene", "A100-SXM4-80GB", run.pp, 8, 2, 80.0, link, nics),
+        cluster=Cluster("selene", "A100-SXM4-80GB", run.pp, 8, 80.0, link, nics),
         parallel=Parallel(8, run.pp, 1, run.virtual_stages, sequence_parallel=not full),
         training=Training(
             run.micro_batch, run.batch, 10, 1, "float16", "full" if full else "selective",

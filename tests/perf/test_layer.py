@@ -20,10 +20,10 @@ MEASURED = Path(__file__).parents[2] / "docs" / "results" / "h200x4"
 MODELS = {"gpt3-175b": GPT3, "llama2-70b": replace(LLAMA, seq_length=2048)}
 LINEAR = ("qkv", "proj", "fc1", "fc2")
 CLUSTERS = {
-    "H200": Cluster("node", "H200-SXM5", 1, 4, 1, 140.0, Link("nvlink", 450.0)),
-    "H800": Cluster("h800", "H800-SXM5", 16, 8, 2, 80.0, Link("nvlink", 200.0)),
-    "A100": Cluster("a100", "A100-SXM4-80GB", 16, 8, 2, 80.0, Link("nvlink", 300.0)),
-    "A100 PCIe": Cluster("pcie", "A100-PCIE-80GB", 16, 8, 2, 80.0, Link("pcie", 32.0)),
+    "H200": Cluster("node", "H200-SXM5", 1, 4, 140.0, Link("nvlink", 450.0)),
+    "H800": Cluster("h800", "H800-SXM5", 16, 8, 80.0, Link("nvlink", 200.0)),
+    "A100": Cluster("a100", "A100-SXM4-80GB", 16, 8, 80.0, Link("nvlink", 300.0)),
+    "A100 PCIe": Cluster("pcie", "A100-PCIE-80GB", 16, 8, 80.0, Link("pcie", 32.0)),
 }
 
 
@@ -175,7 +175,7 @@ def test_adam_is_bound_by_memory():
     ],
 )
 def test_a_cluster_has_the_facts_of_its_gpu(gpu, link, known):
-    assert of(Cluster("c", gpu, 1, 8, 2, 80.0, link)) == known
+    assert of(Cluster("c", gpu, 1, 8, 80.0, link)) == known
 
 
 def test_bandwidths_follow_the_link():
@@ -189,7 +189,7 @@ def test_bandwidths_follow_the_link():
 
 @pytest.mark.parametrize(("gpu", "link"), [("cpu", "memory"), ("L40S", "pcie"), ("cpu", "nvlink")])
 def test_a_cluster_nobody_described_is_an_error(gpu, link):
-    cluster = Cluster("mine", gpu, 1, 2, 1, 4.0, Link(link, 10.0))
+    cluster = Cluster("mine", gpu, 1, 2, 4.0, Link(link, 10.0))
     with pytest.raises(
         ValueError, match=rf"cluster mine: gpu '{gpu}' on {link} given, one of H200"
     ):
