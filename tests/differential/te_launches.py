@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +163,9 @@ def main(
                 return None
             return row(checkout, case, keep, steps) | about
 
-        for each in pool.map(made, [case for case in wanted if case not in too_many]):
-            if each is None:
+        running = [pool.submit(made, case) for case in wanted if case not in too_many]
+        for one in as_completed(running):  # a row is there as soon as its case has ended
+            if (each := one.result()) is None:
                 continue
             with out.open("a") as file:
                 file.write(json.dumps(each) + "\n")
