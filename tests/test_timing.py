@@ -89,6 +89,31 @@ def test_the_load_starts_before_each_candidate_and_ends_before_the_next(rank, co
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("collective", LOADS)
+@on_cpu_ranks(2)
+def test_the_load_is_the_collective_that_was_asked_for(rank, collective, together):
+    """NCCL's blocks are one launch; Gloo's come in turn."""
+    second = mock.Mock(supports_coalescing=together)
+    with mock.patch.object(beside, "second_communicator", return_value=second):
+        load = beside.Load(dist.group.WORLD, CPU, 1.0, collective)
+    second.reset_mock()
+    load.blocks = 2
+    load.start()
+    done = [name for name, *_ in second.method_calls]
+    if collective == "all_reduce":
+        assert done == ["allreduce_coalesced"]
+        assert len(second.allreduce_coalesced.call_args.args[0]) == 2
+        return
+    one = {"all_gather": "_allgather_base", "reduce_scatter": "_reduce_scatter_base"}[collective]
+    around = (["_start_coalescing"], ["_end_coalescing"]) if together else ([], [])
+    assert done == [*around[0], one, one, *around[1]]
+    given, taken = getattr(second, one).call_args.args
+    if collective == "reduce_scatter":
+        given, taken = taken, given
+    assert len(given) == 2 * len(taken)
+
+
 @on_cpu_ranks(2)
 def test_the_blocks_are_as_many_on_every_rank_and_enough_for_the_slowest(rank):
     timing.Load, Recorded.log = Recorded, []

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from flux_megatron.integration import requirements, seams
 
 FIELDS = ("fp8", "fp8_param")  # what our own layers do not do, and need not beside these
-_NAMES = ("qkv", "proj", "fc1", "fc2")
+NAMES = ("qkv", "proj", "fc1", "fc2")
 
 
 def keeps(kind: type, config: Any) -> bool:
@@ -34,7 +34,7 @@ def asking(layer: Any, name: str | None) -> dict[str, Any]:
     """The attributes by which a layer of TransformerEngine's, one of qkv, proj, fc1 and fc2, asks
     for overlap; none where it has no communication that could be overlapped.
     """
-    if name not in _NAMES or not layer.sequence_parallel:
+    if name not in NAMES or not layer.sequence_parallel:
         return {}
     from flux_megatron.integration import te_overlap  # TransformerEngine is there
 

@@ -136,17 +136,21 @@ def _overlap_te_layers(layers: tuple[str, ...] | None) -> None:
 
 
 def _name_layers_as_userbuffers_do() -> None:
-    """Megatron's wrapper of TransformerEngine's Linear wants one of four names: without one it
-    fails, which the projection of multi-token prediction has not, and another, as those of latent
-    attention, ends overlap for all layers that are built later.
+    """Megatron's wrapper of TransformerEngine's Linear takes four names. It fails without a name,
+    as for the projection of multi-token prediction; another name, as in latent attention, ends
+    overlap for all layers that are built later.
     """
     wrapper = transformer_engine.TELinear
     init = wrapper.__init__
+    if hasattr(init, "__wrapped__"):  # Megatron parses its arguments up to three times
+        return
 
     @functools.wraps(init)
     def named(self: Any, *args: Any, parallel_mode: str | None, **kwargs: Any) -> None:
         name = layer_of(kwargs.get("tp_comm_buffer_name"))
-        kwargs["tp_comm_buffer_name"] = name or ("fc2" if parallel_mode == "row" else "fc1")
+        if name not in fp8_layers.NAMES:
+            name = "fc2" if parallel_mode == "row" else "fc1"
+        kwargs["tp_comm_buffer_name"] = name
         init(self, *args, parallel_mode=parallel_mode, **kwargs)
 
     wrapper.__init__ = named

@@ -53,7 +53,7 @@ class RankOptions:
 class Options(RankOptions):
     """What to measure and how. `candidates` () means all.
 
-    `beside` measures every case again beside each of the `loads` of another communicator.
+    `beside` measures every case again under contention with each of the `loads`.
     `graphs` lets every candidate that communicates run once more, replayed from a CUDA graph.
     `shapes` replace suites, patterns and Ms; `all_plans` adds those that `tune` measures.
     """
