@@ -148,11 +148,6 @@ class TileTargets:
     ROWS: gl.constexpr
 
     @gluon.jit
-    def prepare(self, number, grid, staging, copies, deadline, sizes):
-        """Before a tile of the local shard; gives how many tiles of others have been copied."""
-        return copies
-
-    @gluon.jit
     def fetch(self, place, staging, fetched, sizes):
         """Fetch the tile at `place` of the receive buffer, and wait until it has been added."""
         if staging.SCALED:
@@ -218,7 +213,7 @@ class TileTargets:
         tma.store_wait(pendings=0)
 
     @gluon.jit
-    def collect(self, staging, copies, grid, deadline, sizes):
+    def collect(self, staging, fetched, grid, sizes):
         """Behind the last work tile."""
         pass
 
@@ -235,14 +230,12 @@ def move_tiles(targets, staging, exchange, tiles, sizes, signals):
     arrived = signals.none_arrived()
     finished = 0
     fetched = 0
-    copies = 0
     place, phase = exchange.take(0, 1)
     while place < tiles.count:
         work = tiles.locate(place, 1)
         if work.part == 0:  # else another CTA has the tile
             owner, m, n, number, hops = rs_tile(work.tile, grid)
             if owner == sizes.rank:
-                copies = targets.prepare(number, grid, staging, copies, deadline, sizes)
                 for back in range(1, sizes.WORLD_SIZE):
                     source = (here(sizes.rank) + sizes.WORLD_SIZE - back) % sizes.WORLD_SIZE
                     comm_tile = number // targets.tiles_comm
@@ -259,4 +252,4 @@ def move_tiles(targets, staging, exchange, tiles, sizes, signals):
                 targets.send(owner, hops, number, per_shard, staging, sizes, signals)
             mbarrier.arrive(staging.empty, count=1)
         place, phase = exchange.take(phase, 1)
-    targets.collect(staging, copies, grid, deadline, sizes)
+    targets.collect(staging, fetched, grid, sizes)

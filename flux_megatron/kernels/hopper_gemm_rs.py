@@ -8,9 +8,8 @@
                    communication tile signals [B]: for small ones, where latency is all
     this kernel  in the tiles of the local shard: waits [B], fetches the other ranks' tiles while it
                  multiplies, adds them in fp32, rounds once and stores y; for GEMM+AR also to the
-                 gathered buffer of every rank, with a signal [A] for each band of tiles
-    this kernel  for GEMM+AR: waits [A] and copies the other ranks' sums to y, early tiles while it
-                 multiplies late ones, and those behind its last tile
+                 gathered buffer of every rank, with a signal [A] for each communication tile
+    this kernel  for GEMM+AR, behind the last tile: waits [A], copies the other ranks' sums to y
 
 `parts` and receive buffers hold whole tiles in the order in which they are made, so that a
 communication tile is contiguous whatever the order of tiles, and rows beyond the shard need no
@@ -26,7 +25,7 @@ from functools import lru_cache
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flux_megatron.kernels import hopper_config, hopper_descriptors
 from flux_megatron.kernels.gluon_versions import Descriptor, Number, aggregate
@@ -194,11 +193,9 @@ def hopper_gemm_rs_kernel(
     )  # fmt: skip
     if gathered_pointers is not None:
         sums_there = Signals(gather_pad, status, gather_epoch, timeout_ns)
-        copied = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(copied, count=1)
         targets = GatheringTargets(
             targets, tiles_comm, gathered_desc, gathered_pointers, gather_pads, sums_there, result,
-            drawn, M, copied,
+            drawn, M,
         )  # fmt: skip
     fence_async_shared()  # TMA arrives at some of the barriers
     gl.warp_specialize(

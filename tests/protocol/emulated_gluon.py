@@ -89,7 +89,6 @@ class Gluon:
             "begin_draw": lambda counter: self.atomic_add(counter, 1, "relaxed", "gpu"),
             "end_draw": lambda ticket: ticket, "uniform": lambda value: value,
             "here": lambda value: value,
-            "BANDS": 5,  # so that few tiles are bands of several, the last one shorter
         }  # fmt: skip
 
     def kernel(self, name: str, parameters: list[str], body: Callable) -> object:
