@@ -16,11 +16,10 @@ from flux_megatron.kernels.gluon_versions import (
     tma_load,
     tma_store,
 )
-from flux_megatron.kernels.hopper_epilogue import TileTargets
+from flux_megatron.kernels.hopper_epilogue import TileTargets, store_at_peer
 from flux_megatron.kernels.hopper_primitives import (
     MAX_COMM_TILES,
     begin_draw,
-    complete_tma_stores,
     count_acq_rel_gpu,
     end_draw,
     here,
@@ -75,19 +74,16 @@ class GatheringTargets:
 
     @gluon.jit
     def finish(self, m, n, number, per_shard, tile, sizes):
-        at = [m * sizes.BLOCK_M, n * sizes.BLOCK_N]
-        y_desc = self.scatter.y_desc
-        tma_store(y_desc, at, tile)
+        self.scatter.finish(m, n, number, per_shard, tile, sizes)
+        shape = [sizes.M_shard, sizes.N]
         shard = sizes.rank.to(gl.int64) * sizes.M_shard * sizes.N
+        row = m * sizes.BLOCK_M
+        col = n * sizes.BLOCK_N
+        y_desc = self.scatter.y_desc
         for hops in range(1, sizes.WORLD_SIZE):
             peer = (sizes.rank + hops) % sizes.WORLD_SIZE
             gathered = gl.load(self.gathered_pointers + peer).to(gl.pointer_type(y_desc.dtype))
-            theirs = tma.make_tensor_descriptor(
-                gathered + shard, [sizes.M_shard, sizes.N], [sizes.N, 1],
-                [sizes.BLOCK_M, sizes.BLOCK_N], y_desc.layout,
-            )  # fmt: skip
-            tma_store(theirs, at, tile)
-        complete_tma_stores()
+            store_at_peer(gathered + shard, shape, row, col, tile, y_desc)
         comm_tile = number // self.tiles_comm
         counter = self.scatter.counters + sizes.rank * MAX_COMM_TILES + comm_tile
         arrivals = min(self.tiles_comm, per_shard - comm_tile * self.tiles_comm)

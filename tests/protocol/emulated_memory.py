@@ -54,12 +54,13 @@ class Pointer:
 
 class Descriptor:
     """A TMA descriptor of a matrix: loads are 0 beyond its edges, stores end there. A tile begins
-    in its rows.
+    in its rows. Its rows are swizzled in halves, where a GPU's are in 128 bytes.
     """
 
     def __init__(self, matrix: Tensor, block: Sequence[int]) -> None:
-        self.matrix, self.dtype, self.layout = matrix, matrix.dtype, None
+        self.matrix, self.dtype = matrix, matrix.dtype
         nbytes = math.prod(block) * matrix.element_size()
+        self.layout = SimpleNamespace(swizzle_byte_width=nbytes // block[0] // 2)
         self.block_type = SimpleNamespace(shape=list(block), nbytes=nbytes)
 
     def tile(self, place: Sequence[int]) -> tuple[Tensor, tuple[slice, slice]]:
@@ -87,7 +88,10 @@ class Shared:
         return Shared(self.memory.permute(*order))
 
     def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: object) -> Shared:
-        """The same bytes, as many as the shape has."""
+        """The same bytes, as many as the shape has. Slices of rows lie one after another."""
+        if len(shape) > self.memory.dim():
+            count, rows, columns = shape
+            return Shared(self.memory.view(rows, count, columns).transpose(0, 1))
         count = math.prod(shape) * dtype.itemsize
         return Shared(self.memory.view(-1).view(torch.uint8)[:count].view(dtype).view(*shape))
 

@@ -49,6 +49,7 @@ class Case:
     two_streams: bool = False  # of the caller, in turn
     # of `hopper`
     transport: str = "copy_engine"
+    lacking: int = 0  # rows of the last rank, in GEMM+AR
     block_k: int = 0  # 0: as `block`
     block_n: int = 0  # 0: as `block`
     # of `low_latency`
@@ -73,7 +74,7 @@ class Case:
         options += f" {self.parts} parts" * bool(self.parts)
         options += f" tiles of {self.block_n} columns" * bool(self.block_n)
         if self.strategy == "hopper":
-            options += f" by {self.transport}"
+            options += f" by {self.transport}" + f" less {self.lacking}" * bool(self.lacking)
         options += f" groups {self.group_rows}" * bool(self.group_rows) + " Gluon" * self.gluon
         return f"{self.host} {self.strategy} W={self.world_size} {sizes}{options}"
 
@@ -94,7 +95,7 @@ class Operands:
         self.w = [integers(*w_shape) for _ in ranks]
         self.bias = [integers(case.N).to(case.dtype) for _ in ranks] if case.bias else None
         self.ag_x = [[integers(rows, case.K) for _ in ranks] for rows in case.rows]
-        all_rows = [rows * case.world_size for rows in case.rows]
+        all_rows = [rows * case.world_size - case.lacking for rows in case.rows]
         self.rs_x = [[integers(rows, case.K) for _ in ranks] for rows in all_rows]
         self.scales: list[dict[str, list[Tensor]]] = [{} for _ in case.rows]
         if case.blockwise:  # other ones in each call
