@@ -51,7 +51,7 @@ UNTRIED = """
     expert-tensor-parallel-num-weight-shards fine-grained-activation-offloading
     fused-residual-rmsnorm hybrid-context-parallel inprocess-restart
     log-max-attention-logit megatron-fsdp-version mlp-chunks-for-training
-    moe-latent-size moe-paged-stash moe-shared-expert-overlap moe-upcycling-granularity
+    moe-latent-size moe-paged-stash moe-upcycling-granularity
     moe-use-upcycling
     mtp-hybrid-override-pattern optimizer-cuda-graph
     overlap-dispatch-backward-with-experts-wgrad

@@ -18,7 +18,7 @@ from flux_megatron.problem import Plan, Problem
 
 # The binary logarithm of the M that stands for a range, from 1/sqrt(2) to sqrt(2) of it; the first
 # and the last have all that is below and above.
-FEWEST, MANY, MOST = 6, 10, 13
+FEWEST, MANY, MOST = 3, 10, 13
 RANGES = range(FEWEST, MOST + 1)
 FEW_ROWS = 64  # up to which `low_latency` is chosen unmeasured
 # Of each strategy. Of two, the fastest plan of GEMM+RS was 1.0 % behind the best of all on average

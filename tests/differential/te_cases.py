@@ -24,6 +24,10 @@ LLAMA = (
     "--disable-bias-linear --group-query-attention --num-query-groups 4 "
     "--untie-embeddings-and-output-weights"
 )
+LATENT = (
+    LLAMA.replace(" --group-query-attention --num-query-groups 4", "")
+    + " --multi-latent-attention --q-lora-rank 512"
+)
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
 EP = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 ZERO = "--use-distributed-optimizer"
@@ -40,8 +44,9 @@ CASES: Mapping[str, str] = {
     "experts": f"{LLAMA} {MOE} {EP}",
     "expert overlap": f"{LLAMA} {MOE} {EP}",
     "delayed weight gradients": f"{LLAMA} {MOE} {EP} --moe-shared-expert-intermediate-size 1024",
-    "latent attention": f"{LLAMA.replace('--group-query-attention --num-query-groups 4', '')} "
-                        "--multi-latent-attention --q-lora-rank 512",
+    "overlapped shared experts": f"{LLAMA} {MOE} {EP} --moe-shared-expert-intermediate-size 1024 "
+                                 "--moe-shared-expert-overlap",
+    "latent attention": LATENT,
     "multi-token prediction": f"{LLAMA} --mtp-num-layers 1",
     "CUDA graphs of layers": f"{GPT} --cuda-graph-impl local --te-rng-tracker",
     "TransformerEngine's graphs": GPT,
@@ -87,6 +92,7 @@ IN_FP8: Mapping[str, str] = {
     "recomputed tensorwise": f"{LLAMA} {TENSORWISE} --recompute-granularity full "
                               "--recompute-method uniform --recompute-num-layers 1",
     "experts tensorwise": f"{LLAMA} {MOE} {EP} {TENSORWISE} --moe-router-padding-for-quantization",
+    "latent attention tensorwise": f"{LATENT} {TENSORWISE}",
     "multi-token prediction tensorwise": f"{LLAMA} {TENSORWISE} --mtp-num-layers 1",
     "CUDA graphs of layers tensorwise": f"{GPT} {TENSORWISE} --cuda-graph-impl local "
                                          "--te-rng-tracker",

@@ -218,6 +218,13 @@ FEATURES: dict[str, Feature] = {
     "MoE, shared experts": Feature(
         config={**MOE, "moe_shared_expert_intermediate_size": 64}, around=names_of_te, quick=True
     ),
+    "MoE, shared experts, overlapped": Feature(
+        config={
+            **ALL_TO_ALL, "moe_shared_expert_intermediate_size": 64,
+            "moe_shared_expert_overlap": True,
+        },
+        around=two_streams, quick=True,
+    ),
     "multi-token prediction": Feature(config=MTP, quick=True),
     "deterministic mode": Feature(config={"deterministic_mode": True}),
     "pipeline": Feature(**PP),
