@@ -193,10 +193,8 @@ def of_fp8(args: Any, of_te: bool) -> Iterator[Refusal]:
     elif recipe == "blockwise":
         why = "it takes the host longer, so that small layers become slower"
         yield Refusal(f"--fp8-recipe {recipe}", why, may_be_allowed=True)
-    for other in ("multi_latent_attention", "spec"):
-        if getattr(args, other, None):
-            why = f"it was never tried with --{other.replace('_', '-')}"
-            yield Refusal(name, why, may_be_allowed=True)
+    if getattr(args, "spec", None):
+        yield Refusal(name, "it was never tried with --spec", may_be_allowed=True)
 
 
 def _of_experts(args: Any) -> Iterator[Refusal]:

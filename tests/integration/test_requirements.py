@@ -297,7 +297,7 @@ PASS = [
     (TE, GRAPHS | {"cuda_graph_scope": "attn"} | FP8),
     (TE, GRAPHS | {"cuda_graph_scope": "attn", "cuda_graph_impl": "local"}),
     (TE, GRAPHS | {"cuda_graph_scope": "attn", "delay_wgrad_compute": False}),
-    (TE, FP8), (TE, FP8 | {"fp8_recipe": "delayed"}),
+    (TE, FP8), (TE, FP8 | {"fp8_recipe": "delayed"}), (TE, FP8 | LATENT),
     (TE, FP8 | {"sequence_parallel": False, "tensor_model_parallel_size": 1}),
 ]  # fmt: skip
 REFUSE = [
@@ -325,7 +325,6 @@ UNTRIED_TOGETHER = [
     (LOCAL, LOST, "--mtp-num-layers: "),
     (TE, FP8 | {"fp8_recipe": "blockwise"}, "--fp8-recipe blockwise: it takes the host longer"),
     (TE, FP8 | {"spec": requirements.OUR_SPEC}, "--fp8-format: it was never tried with --spec"),
-    (TE, FP8 | LATENT, "--fp8-format: it was never tried with --multi-latent-attention"),
 ]
 
 
