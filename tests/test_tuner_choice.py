@@ -165,7 +165,7 @@ def test_a_new_m_asks_nobody(rank):
     with mock.patch.object(
         Agreement, "ask", lambda self, *given: (questions.append(given[0]), ask(self, *given))[1]
     ):
-        for rows in range(1, 40):
+        for rows in range(23, 46):  # M of one range
             check(replace(SMALL, M_shard=rows))
     asked = [text for text in questions if "grows" not in text]
     assert [text.partition(" ")[0] for text in asked] == ["ag_gemm", "race", "kernels"]

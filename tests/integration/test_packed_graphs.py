@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from cases import ON_HOPPER
 from closeness import assert_exact
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from ranks import here, on_device_ranks
 from side_by_side import relative_error
 
@@ -35,6 +36,8 @@ class Captured:
         about = SimpleNamespace(dtype="bfloat16")
         self.run = SimpleNamespace(device=device, group=dist.group.WORLD, about=about)
         self.loop = Loop(self.run, "qwen3-8b", sp, SIZE)
+        # random states that a graph can have, as Megatron's --te-rng-tracker gives
+        model_parallel_cuda_manual_seed(1, use_cudagraphable_rng=True, force_reset_rng=True)
         self.batch = self.drawn(0)
         self.old = torch.zeros(TOTAL, device=device)[None]
         for _ in range(2):
