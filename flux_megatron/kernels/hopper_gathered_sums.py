@@ -16,10 +16,11 @@ from flux_megatron.kernels.gluon_versions import (
     tma_load,
     tma_store,
 )
-from flux_megatron.kernels.hopper_epilogue import TileTargets, store_at_peer
+from flux_megatron.kernels.hopper_epilogue import TileTargets
 from flux_megatron.kernels.hopper_primitives import (
     MAX_COMM_TILES,
     begin_draw,
+    complete_tma_stores,
     count_acq_rel_gpu,
     end_draw,
     here,
@@ -75,15 +76,13 @@ class GatheringTargets:
     @gluon.jit
     def finish(self, m, n, number, per_shard, tile, sizes):
         self.scatter.finish(m, n, number, per_shard, tile, sizes)
-        shape = [sizes.M_shard, sizes.N]
         shard = sizes.rank.to(gl.int64) * sizes.M_shard * sizes.N
-        row = m * sizes.BLOCK_M
-        col = n * sizes.BLOCK_N
-        y_desc = self.scatter.y_desc
+        more = sizes.WORLD_SIZE * per_shard > gl.num_programs(0)
+        dtype: gl.constexpr = self.gathered_desc.dtype
         for hops in range(1, sizes.WORLD_SIZE):
             peer = (sizes.rank + hops) % sizes.WORLD_SIZE
-            gathered = gl.load(self.gathered_pointers + peer).to(gl.pointer_type(y_desc.dtype))
-            store_at_peer(gathered + shard, shape, row, col, tile, y_desc)
+            gathered = gl.load(self.gathered_pointers + peer).to(gl.pointer_type(dtype))
+            self._store(gathered + shard, m * sizes.BLOCK_M, n * sizes.BLOCK_N, tile, more, sizes)
         comm_tile = number // self.tiles_comm
         counter = self.scatter.counters + sizes.rank * MAX_COMM_TILES + comm_tile
         arrivals = min(self.tiles_comm, per_shard - comm_tile * self.tiles_comm)
@@ -93,6 +92,28 @@ class GatheringTargets:
                 peer = (sizes.rank + hops) % sizes.WORLD_SIZE
                 pad = gl.load(self.pad_pointers + peer).to(gl.pointer_type(gl.int32))
                 signal_release_sys(pad, slot, self.signals.epoch)  # signal [A]
+
+    @gluon.jit
+    def _store(self, shard, row, col, tile, more, sizes):
+        """Store a tile in a shard of a peer's gathered buffer, and wait until it is there.
+
+        If CTAs have `more` than one tile, one slice of 128 bytes of each row after the other: what
+        an SM has under way over NVLink holds up its own loads. With whole tiles at a time 8192 x
+        5120 x 4096 takes 593 us, with slices 546 (2 x H200, 2026-11-27, h200x2/trees.jsonl).
+        """
+        desc = self.gathered_desc
+        ROW_BYTES: gl.constexpr = desc.block_type.nbytes // sizes.BLOCK_M
+        SLICES: gl.constexpr = ROW_BYTES // desc.layout.swizzle_byte_width
+        COLUMNS: gl.constexpr = sizes.BLOCK_N // SLICES
+        theirs = tma.make_tensor_descriptor(
+            shard, [sizes.M_shard, sizes.N], [sizes.N, 1], [sizes.BLOCK_M, COLUMNS], desc.layout
+        )
+        slices = tile._reinterpret(desc.dtype, [SLICES, sizes.BLOCK_M, COLUMNS], desc.layout)
+        for i in range(SLICES):
+            tma_store(theirs, [row, col + i * COLUMNS], slices.index(i))
+            if more:
+                complete_tma_stores()
+        complete_tma_stores()
 
     @gluon.jit
     def collect(self, staging, fetched, grid, sizes):

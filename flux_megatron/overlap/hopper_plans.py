@@ -100,7 +100,7 @@ def _of_fp8(problem: Problem, default: Plan) -> list[Plan]:
 
 def _other_pushes(problem: Problem) -> list[tuple[str, int]]:
     """Transports of GEMM+RS besides the default, with the communication tiles of a shard."""
-    if problem.M_shard <= 1024:
+    if problem.M_shard <= 512:
         return [("sm", COMM_TILES_MAX), ("copy_engine", 2)]
     if problem.world_size > 2 or problem.K_local > SHORT_K:
         return []
