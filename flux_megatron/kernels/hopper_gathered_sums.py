@@ -77,12 +77,11 @@ class GatheringTargets:
     def finish(self, m, n, number, per_shard, tile, sizes):
         self.scatter.finish(m, n, number, per_shard, tile, sizes)
         shard = sizes.rank.to(gl.int64) * sizes.M_shard * sizes.N
-        more = sizes.WORLD_SIZE * per_shard > gl.num_programs(0)
         dtype: gl.constexpr = self.gathered_desc.dtype
         for hops in range(1, sizes.WORLD_SIZE):
             peer = (sizes.rank + hops) % sizes.WORLD_SIZE
             gathered = gl.load(self.gathered_pointers + peer).to(gl.pointer_type(dtype))
-            self._store(gathered + shard, m * sizes.BLOCK_M, n * sizes.BLOCK_N, tile, more, sizes)
+            self._store(gathered + shard, m * sizes.BLOCK_M, n * sizes.BLOCK_N, tile, sizes)
         comm_tile = number // self.tiles_comm
         counter = self.scatter.counters + sizes.rank * MAX_COMM_TILES + comm_tile
         arrivals = min(self.tiles_comm, per_shard - comm_tile * self.tiles_comm)
@@ -94,12 +93,12 @@ class GatheringTargets:
                 signal_release_sys(pad, slot, self.signals.epoch)  # signal [A]
 
     @gluon.jit
-    def _store(self, shard, row, col, tile, more, sizes):
+    def _store(self, shard, row, col, tile, sizes):
         """Store a tile in a shard of a peer's gathered buffer, and wait until it is there.
 
-        If CTAs have `more` than one tile, one slice of 128 bytes of each row after the other: what
-        an SM has under way over NVLink holds up its own loads. With whole tiles at a time 8192 x
-        5120 x 4096 takes 593 us, with slices 546 (2 x H200, 2026-11-27, h200x2/trees.jsonl).
+        One slice of 128 bytes of each row after the other: what an SM has under way over NVLink
+        holds up its own loads. With whole tiles at a time 8192 x 5120 x 4096 takes 593 us, with
+        slices 546 (2 x H200, 2026-11-27, h200x2/trees.jsonl).
         """
         desc = self.gathered_desc
         ROW_BYTES: gl.constexpr = desc.block_type.nbytes // sizes.BLOCK_M
@@ -111,9 +110,7 @@ class GatheringTargets:
         slices = tile._reinterpret(desc.dtype, [SLICES, sizes.BLOCK_M, COLUMNS], desc.layout)
         for i in range(SLICES):
             tma_store(theirs, [row, col + i * COLUMNS], slices.index(i))
-            if more:
-                complete_tma_stores()
-        complete_tma_stores()
+            complete_tma_stores()
 
     @gluon.jit
     def collect(self, staging, fetched, grid, sizes):

@@ -88,7 +88,6 @@ CASES = {
     "hopper rs, rounded once": Case("rs", "hopper", K=64, ctas=1, **_ROUNDS),
     "hopper rs, rounded once behind the last MMA": Case("rs", "hopper", ctas=1_000, **_ROUNDS),
     "hopper ar": Case("ar", "hopper", rows=(32, 32, 41), comm_rows=0),
-    "hopper ar, a tile each": Case("ar", "hopper", rows=(32, 32, 41), comm_rows=0, ctas=1_000),
     "hopper backward by SM": Case(
         "backward", "hopper", rows=(32, 32, 32), layout="nn", transport="sm"
     ),
