@@ -43,11 +43,3 @@ def provide_wgrad_kernels() -> bool:
         stock.fused_weight_gradient_mlp_cuda = SHIM
         stock._grad_accum_fusion_available = True
     return found is SHIM
-
-
-def withdraw_wgrad_kernels() -> None:
-    """Undo `provide_wgrad_kernels`; apex's own module stays."""
-    if sys.modules.get(NAME) is SHIM:
-        del sys.modules[NAME]
-        del stock.fused_weight_gradient_mlp_cuda
-        stock._grad_accum_fusion_available = False
