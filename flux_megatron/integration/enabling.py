@@ -62,7 +62,7 @@ def enable(
         allow=names_given("allow", allow),
     )
     stand_ins.check_megatron(options.allow)
-    disable_building()
+    _undo.close()
     with contextlib.ExitStack() as undo:
         _apply(options, undo)
         for stock, ours in stand_ins.by_class().items():
@@ -78,12 +78,8 @@ def disable() -> None:
     layers that were replaced are what they were. Models built under `enable` keep our layers, as do
     copies of replaced ones.
     """
-    disable_building()
-    replacing.undo()
-
-
-def disable_building() -> None:
     _undo.close()
+    replacing.undo()
 
 
 def _apply(options: FluxOptions, undo: contextlib.ExitStack) -> None:

@@ -42,12 +42,12 @@ def run(arguments: Sequence[str], world_size: int, environment: Mapping[str, str
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
         size = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
         ranks: list[_Rank] = []
-        stack.callback(_kill, ranks)
         for rank in range(world_size):
             # rank 0 speaks to the terminal; of another rank only its error is shown
             log = stack.enter_context(tempfile.TemporaryFile()) if rank else None
             variables = {**environment, **address, **size}
             ranks.append(_Rank(rank, arguments, variables, listener, log))
+            stack.callback(ranks[-1].kill)
         _wait(ranks)
 
 
@@ -88,11 +88,6 @@ class _Rank:
             return f"rank {self.rank} failed"
         self._log.seek(0)
         return self._log.read().decode(errors="replace").strip() or f"rank {self.rank} failed"
-
-
-def _kill(ranks: Sequence[_Rank]) -> None:
-    for rank in ranks:
-        rank.kill()
 
 
 def _end_with_parent() -> None:
