@@ -83,11 +83,6 @@ class Problem:
         return self.K // self.world_size if self.spec.reduces else self.K
 
     @property
-    def columns_moved(self) -> int:
-        """Columns of the matrix [M, columns] that travels: the gathered x, or the summed y."""
-        return self.K if self.spec.gathers else self.N
-
-    @property
     def is_backward(self) -> bool:
         """Whether it is dgrad of a layer; the tuner times the layer's whole backward."""
         return self.layout == "nn"
