@@ -6,6 +6,7 @@ on its rank and gets its plan. Each later one costs a look-up and an entry in th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -164,6 +165,9 @@ def _new_decision(
     table, fallback = choice.agreed_table(problem, plan, space), None
     if plan is None:
         plan, fallback = choice.choose(problem, table, space)
+    if problem.wire and problem.world_size > 1 and plan.strategy != "hopper":
+        why = f"{plan.strategy} sends no partial sums in e4m3, `hopper` alone does"
+        warnings.warn(f"flux_megatron: FLUX_MEGATRON_FP8_WIRE=1: {why}", stacklevel=2)
     description = f"{problem} with {plan.dumps()}"
     strategy = registry.strategy(problem, plan.strategy)
     return Decision(str(pattern), strategy, plan, space, fallback, description, problem)

@@ -32,13 +32,6 @@ class PatternSpec:
     reduces: bool = False
     scatters: bool = False
 
-    @property
-    def trips(self) -> int:
-        """How often the matrix crosses the links: an all-reduce is a reduce-scatter, then an
-        all-gather.
-        """
-        return 2 if self.reduces and not self.scatters else 1
-
 
 class Pattern(str, Enum):
     """Its value is its name in rows, plans and settings."""

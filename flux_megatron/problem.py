@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from flux_megatron.patterns import Pattern, PatternSpec
 
@@ -44,18 +45,16 @@ class Problem:
     @staticmethod
     def of_operands(
         pattern: Pattern, rows: int, N_local: int, K_local: int, dtype: str, world_size: int,
-        layout: str, device: str, beside: bool = False, out_dtype: str = "",
-        split_accumulator: bool = False, blockwise: bool = False, wire: bool = False,
+        layout: str, device: str, **more: Any,
     ) -> Problem:  # fmt: skip
-        """The problem whose operands on one rank are x [rows, K_local] and w [N_local, K_local]."""
+        """The problem whose operands on one rank are x [rows, K_local] and w [N_local, K_local],
+        with `more` of its fields.
+        """
         spec = pattern.spec
         M = rows * world_size if spec.gathers else rows
         N = N_local * world_size if spec.gathers else N_local
         K = K_local * world_size if spec.reduces else K_local
-        return Problem(
-            pattern, M, N, K, dtype, world_size, layout, device, beside, out_dtype,
-            split_accumulator, blockwise, wire,
-        )  # fmt: skip
+        return Problem(pattern, M, N, K, dtype, world_size, layout, device, **more)
 
     @property
     def spec(self) -> PatternSpec:
@@ -82,11 +81,6 @@ class Problem:
     @property
     def K_local(self) -> int:
         return self.K // self.world_size if self.spec.reduces else self.K
-
-    @property
-    def columns_moved(self) -> int:
-        """Columns of the matrix [M, columns] that travels: the gathered x, or the summed y."""
-        return self.K if self.spec.gathers else self.N
 
     @property
     def is_backward(self) -> bool:
@@ -177,10 +171,5 @@ class Plan:
     def loads(text: str) -> Plan:
         """`TypeError` for a field that there is not."""
         fields = json.loads(text)
-        return Plan(
-            **{
-                **fields,
-                "tile": Tile(**fields.get("tile", {})),
-                "group_rows": tuple(fields.get("group_rows", ())),
-            }
-        )
+        tile, group_rows = fields.pop("tile", {}), fields.pop("group_rows", ())
+        return Plan(**fields, tile=Tile(**tile), group_rows=tuple(group_rows))

@@ -78,6 +78,14 @@ def _modules_put_back() -> Iterator[None]:
             vars(sys.modules[name]).update(values)
 
 
+def forget() -> None:
+    """Give back all memory, whoever holds it, and what ranks have agreed on."""
+    from flux_megatron.symm import workspace
+
+    workspace._give_back([*workspace._workspaces])
+    workspace._agreed_before.clear()
+
+
 def tidy(rank: int) -> int:
     """When all ranks are done with a body: let go of what it has left; how many groups there are.
 
@@ -85,7 +93,6 @@ def tidy(rank: int) -> int:
     """
     from flux_megatron.overlap.report import reset_report
     from flux_megatron.symm import device
-    from flux_megatron.symm.workspace import forget
     from flux_megatron.tuning import plan_cache
 
     if torch.cuda.is_available():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from unittest import mock
 
@@ -55,7 +55,7 @@ def test_exactly_this_problem_and_environment_hit(cache):
     assert plans.kept(PROBLEM, CPU) == entry
     others = {"operation": "gemm_a2a", "capacity": 31, "experts": 2, "N": 9, "K": 17}
     others |= {"dtype": "bfloat16", "world_size": 4, "layout": "nn", "device": "cuda"}
-    assert {*others} == {*PROBLEM.__dataclass_fields__}
+    assert {*others} == {field.name for field in fields(PROBLEM)}
     for name, value in others.items():
         assert plans.kept(replace(PROBLEM, **{name: value}), CPU) is None, name
     for name in environment.Environment.__dataclass_fields__:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
@@ -148,6 +149,17 @@ def test_partial_sums_travel_in_e4m3(rank, transport):
         layer.check(plan, split)  # the largest of each tile is 0
         layer.x_scale = [torch.tensor([torch.inf])] * 2
         assert layer.call(plan, split).isnan().all()
+
+
+@on_device_ranks(2, environment=WIRE)
+def test_another_strategy_says_once_that_it_sends_no_e4m3(rank):
+    layer = Layer("gemm_rs", SHAPES[0], E4M3, OUT[0])
+    with pytest.warns(UserWarning, match="FP8_WIRE=1: fused sends no partial sums") as said:
+        layer.check(PLANS[1])
+    assert len(said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer.check(PLANS[1])
 
 
 @on_device_ranks(2)

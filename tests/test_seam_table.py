@@ -1,5 +1,7 @@
 """Every name by which an option of a recorded Megatron-LM reaches our layers has a decision."""
 
+import json
+
 import pytest
 from test_argument_table import exists
 
@@ -7,7 +9,10 @@ from flux_megatron.integration import seams
 from flux_megatron.patching import seams as recorder
 from flux_megatron.patching.series import supported
 
-RELEASES = {series.folder.name: recorder.recorded(series.folder) for series in supported()}
+RELEASES = {
+    series.folder.name: json.loads((series.folder / recorder.FILE).read_text())
+    for series in supported()
+}
 SUPPORTED = sorted({row.because for row in seams.table().values() if row.kind == "supported"})
 
 LAYERS = """
@@ -70,7 +75,7 @@ def test_names_of_a_checkout(tmp_path):
         "forward": ["brand_new", "input", "input_", "weight"],
     }
     file = recorder.write(tmp_path, tmp_path)
-    assert recorder.recorded(file.parent) == recorder.names(tmp_path)
+    assert json.loads(file.read_text()) == recorder.names(tmp_path)
 
 
 def test_a_field_has_its_own_row_or_that_of_its_argument():

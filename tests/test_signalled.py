@@ -16,9 +16,8 @@ from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
 import flux_megatron
 from flux_megatron import errors, ops
 from flux_megatron.kernels import hopper_config, hopper_gemm
-from flux_megatron.kernels.signalled_gemm import bands
+from flux_megatron.kernels.signalled_gemm import bands, ends_of
 from flux_megatron.overlap import registry, signalled
-from flux_megatron.overlap.gathered_bands import ends_of
 from flux_megatron.patterns import ROW, Pattern
 from flux_megatron.problem import MAX_GROUPS, Plan, Problem, Tile
 from flux_megatron.symm import places
@@ -103,14 +102,13 @@ def test_rows_of_an_all_reduce_need_not_be_divided_over_the_ranks(rank):
 def test_bands_cover_all_rows_in_order():
     for rows in (1, 15, 16, 100):
         for group_rows in ((), (16,), (100,), (30, 30, 30, 30), (7, 9)):
-            gathered = bands(rows, 40, 1, group_rows, SMALL)
-            assert ends_of(rows, group_rows) == [band.first + band.rows for band in gathered]
             made, end = bands(rows, 40, 3, group_rows, SMALL), 0
             for band in made:
                 assert band.first == end
                 assert band.tiles == 3 * -(-band.rows // 16) * 3 > 0
                 end += band.rows
             assert end == rows
+    assert ends_of(100, (7, 9)) == [7, 16, 100]
 
 
 def test_the_hopper_kernel_makes_bands_of_whole_tiles(monkeypatch):

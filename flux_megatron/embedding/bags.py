@@ -53,10 +53,6 @@ class Bags:
         """The number of each rank's first table in the result, and at the end that of all."""
         return tuple(sum(self.tables[:r]) for r in range(self.world_size + 1))
 
-    @property
-    def all_tables(self) -> int:
-        return self.first_tables[-1]
-
     def columns(self, rank: int) -> slice:
         """The tables of a rank in the result."""
         return slice(self.first_tables[rank], self.first_tables[rank + 1])

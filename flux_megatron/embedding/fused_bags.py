@@ -127,7 +127,7 @@ def _push_schedule(
 
 def _size_bytes(bags: Bags) -> int:
     """Of a region, the same on all ranks: the result of forward, or the gradients of backward."""
-    rows = max(bags.samples * bags.all_tables, bags.batch * max(bags.tables))
+    rows = max(bags.samples * bags.first_tables[-1], bags.batch * max(bags.tables))
     return rows * bags.D * bags.dtype.itemsize
 
 

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron.expert_parallel import ops
 from flux_megatron.expert_parallel.wgrad import add_weight_gradient, weight_gradient
-from flux_megatron.kernels.expert_weights import ExpertWeights, as_one, stacked
+from flux_megatron.kernels.expert_weights import ExpertWeights, as_one
 from flux_megatron.overlap.report import note_copy
 
 # Gradients of the parameters of y = x w^T, or what autograd gets instead of them: of (parameters,
@@ -92,7 +92,7 @@ def _whole(parameters: Sequence[Tensor]) -> ExpertWeights:
         f"{size_bytes / 2**20:.1f} MiB a forward"
     )
     note_copy("weights of experts", reason)
-    return stacked(parameters)
+    return ExpertWeights(torch.stack([parameter.detach() for parameter in parameters]))
 
 
 class _Node(torch.autograd.Function):

@@ -11,7 +11,6 @@ from torch.nn import functional
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.expert_wgrad import expert_wgrad
-from flux_megatron.versions.torch import has_grouped_mm
 
 
 def weight_gradient(a: Tensor, b: Tensor, received: Tensor) -> Tensor:
@@ -63,8 +62,7 @@ def _library_groups(a: Tensor, b: Tensor) -> bool:
     Hopper, in whole 16-byte units.
     """
     return (
-        has_grouped_mm()
-        and a.dtype == torch.bfloat16
+        a.dtype == torch.bfloat16
         and torch.cuda.get_device_capability(a.device)[0] == 9
         and a.shape[1] % 8 == b.shape[1] % 8 == 0
         and launch.has_whole_units(a, b)

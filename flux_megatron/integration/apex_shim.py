@@ -30,10 +30,9 @@ SHIM.__spec__ = ModuleSpec(NAME, None)
 SHIM.wgrad_gemm_accum_fp32 = SHIM.wgrad_gemm_accum_fp16 = _accumulate
 
 
-def provide_wgrad_kernels() -> bool:
-    """Let megatron-core find a module of apex's name, unless apex itself is there.
-
-    Whether it is ours that it finds. Another call changes nothing.
+def provide_wgrad_kernels() -> None:
+    """Let megatron-core find a module of apex's name, unless apex itself is there. Another call
+    changes nothing.
     """
     try:
         import fused_weight_gradient_mlp_cuda as found
@@ -42,12 +41,3 @@ def provide_wgrad_kernels() -> bool:
     if found is SHIM:
         stock.fused_weight_gradient_mlp_cuda = SHIM
         stock._grad_accum_fusion_available = True
-    return found is SHIM
-
-
-def withdraw_wgrad_kernels() -> None:
-    """Undo `provide_wgrad_kernels`; apex's own module stays."""
-    if sys.modules.get(NAME) is SHIM:
-        del sys.modules[NAME]
-        del stock.fused_weight_gradient_mlp_cuda
-        stock._grad_accum_fusion_available = False

@@ -8,26 +8,10 @@ callers still learn that there is no GPU. Nothing of Megatron is edited.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-
-
-@contextmanager
-def without_compiler() -> Iterator[None]:
-    """For the import of megatron-core: its fused functions stay what they are written as.
-
-    It decorates them with `torch.compile`, which loads Inductor: most of what the import takes.
-    """
-    compile = torch.compile
-    torch.compile = lambda function: function  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.compile = compile
 
 
 class _Generator:

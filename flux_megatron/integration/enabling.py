@@ -23,6 +23,7 @@ from flux_megatron.integration.flags import LAYERS, FluxOptions, names_given
 from flux_megatron.integration.layers import FluxColumnParallelLinear, is_head
 from flux_megatron.integration.norm import NORMS, FluxNorm
 from flux_megatron.integration.selection import layer_of
+from flux_megatron.integration.specs import put
 
 _undo = contextlib.ExitStack()
 
@@ -62,13 +63,13 @@ def enable(
         allow=names_given("allow", allow),
     )
     stand_ins.check_megatron(options.allow)
-    disable_building()
+    _undo.close()
     with contextlib.ExitStack() as undo:
         _apply(options, undo)
         for stock, ours in stand_ins.by_class().items():
-            _replace(undo, stock, "__init__", _becoming(stock, ours, options.layers))
-        _replace(undo, torch_norm.WrappedTorchNorm, "__new__", _ours_for_norms())
-        _replace(undo, language_module.LanguageModule, "__init__", _said(options.layers))
+            put(undo, stock, "__init__", _becoming(stock, ours, options.layers))
+        put(undo, torch_norm.WrappedTorchNorm, "__new__", _ours_for_norms())
+        put(undo, language_module.LanguageModule, "__init__", _said(options.layers))
         _undo.push(undo.pop_all())
     install.log_at_exit()
 
@@ -78,12 +79,8 @@ def disable() -> None:
     layers that were replaced are what they were. Models built under `enable` keep our layers, as do
     copies of replaced ones.
     """
-    disable_building()
-    replacing.undo()
-
-
-def disable_building() -> None:
     _undo.close()
+    replacing.undo()
 
 
 def _apply(options: FluxOptions, undo: contextlib.ExitStack) -> None:
@@ -95,13 +92,8 @@ def _apply(options: FluxOptions, undo: contextlib.ExitStack) -> None:
         else:
             undo.callback(os.environ.pop, name)
         os.environ[name] = value
-    _replace(undo, FluxColumnParallelLinear, "save_gathered", bool(options.save_gathered))
+    put(undo, FluxColumnParallelLinear, "save_gathered", bool(options.save_gathered))
     settings.reload()
-
-
-def _replace(undo: contextlib.ExitStack, owner: type, name: str, value: Any) -> None:
-    undo.callback(setattr, owner, name, vars(owner)[name])
-    setattr(owner, name, value)
 
 
 def _becoming(stock: type, ours: type, layers: tuple[str, ...] | None) -> Callable[..., None]:

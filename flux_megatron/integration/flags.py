@@ -114,9 +114,10 @@ def options_from(args: Any) -> FluxOptions | None:
     names = [field.name for field in fields(FluxOptions)]
     given: dict[str, Any] = {name: getattr(args, f"flux_{name}", None) for name in names}
     if not getattr(args, "flux_overlap", False):
-        useless = [_flag(name) for name, value in given.items() if value is not None]
+        useless = " ".join(f"--flux-{name}" for name, value in given.items() if value is not None)
         if useless:
-            raise ValueError(f"{' '.join(useless)} given without --flux-overlap, which it needs")
+            flags = useless.replace("_", "-")
+            raise ValueError(f"{flags} given without --flux-overlap, which it needs")
         return None
     given["deterministic"] = given["deterministic"] or getattr(args, "deterministic_mode", None)
     if given["deterministic"] and given["tune"] == "on":
@@ -154,7 +155,3 @@ def _check_compare(block: int, args: Any) -> None:
         raise ValueError(
             "--flux-compare given with CUDA graphs, which replay what they captured in both arms"
         )
-
-
-def _flag(name: str) -> str:
-    return "--flux-" + name.replace("_", "-")

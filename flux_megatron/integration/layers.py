@@ -52,7 +52,9 @@ class FluxColumnParallelLinear(DelayedWgrad, ColumnParallelLinear):
         config = kwargs["config"]
         seams.check_config(config, self.beside)
         # megatron-core's constructor refuses fusion without apex, which is not needed here
-        super().__init__(*args, **{**kwargs, "config": _without_fusion(config)})
+        without = copy.copy(config)
+        without.gradient_accumulation_fusion = False
+        super().__init__(*args, **{**kwargs, "config": without})
         self.config = config
         if unknown := seams.unknown_arguments(ColumnParallelLinear, kwargs):
             self.unknown_arguments = unknown
@@ -190,12 +192,6 @@ def is_head(kwargs: Mapping[str, Any]) -> bool:
     an embedding.
     """
     return "skip_weight_param_allocation" in kwargs and not kwargs.get("tp_comm_buffer_name")
-
-
-def _without_fusion(config: Any) -> Any:
-    config = copy.copy(config)
-    config.gradient_accumulation_fusion = False
-    return config
 
 
 def _for_megatron(options: dict[str, Any]) -> dict[str, Any]:

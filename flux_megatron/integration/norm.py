@@ -17,6 +17,15 @@ from torch.nn import Parameter
 from flux_megatron.nn import norm as functions
 
 
+def normalised(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
+) -> Tensor:
+    """By LayerNorm, which has a bias, or RMSNorm, which has none."""
+    if bias is None:
+        return functions.rms_norm(x, weight, eps=eps, zero_centered=zero_centered)
+    return functions.layer_norm(x, weight, bias, eps=eps, zero_centered=zero_centered)
+
+
 class _Norm(torch.nn.Module):
     """Whatever the dtype of its input, the result has the parameters'."""
 
@@ -27,6 +36,10 @@ class _Norm(torch.nn.Module):
         self.eps = eps
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
         self.weight = self._parameter(config, hidden_size, 0.0 if self.zero_centered_gamma else 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = getattr(self, "bias", None)
+        return normalised(x, self.weight, bias, self.eps, self.zero_centered_gamma)
 
     def _parameter(self, config: Any, hidden_size: int, value: float) -> Parameter:
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
@@ -44,19 +57,9 @@ class LayerNorm(_Norm):
         super().__init__(config, hidden_size, eps)
         self.bias = self._parameter(config, hidden_size, 0.0)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return functions.layer_norm(
-            x, self.weight, self.bias, eps=self.eps, zero_centered=self.zero_centered_gamma
-        )
-
 
 class RMSNorm(_Norm):
     """x / sqrt(mean(x^2) + eps) * gamma over the last dimension."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functions.rms_norm(
-            x, self.weight, eps=self.eps, zero_centered=self.zero_centered_gamma
-        )
 
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}

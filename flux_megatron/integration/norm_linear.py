@@ -8,8 +8,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from flux_megatron.integration.layers import FluxColumnParallelLinear
-from flux_megatron.integration.norm import FluxNorm
-from flux_megatron.nn import norm as functions
+from flux_megatron.integration.norm import FluxNorm, normalised
 
 
 class FluxLayerNormColumnParallelLinear(FluxColumnParallelLinear):
@@ -39,17 +38,11 @@ class FluxLayerNormColumnParallelLinear(FluxColumnParallelLinear):
             self._parameters[name] = self._parameters.pop(name)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor | None]:
-        x = self._normalised(input_)
+        gamma, beta = self.layer_norm_weight, self.layer_norm_bias
+        x = normalised(input_, gamma, beta, self.eps, self.zero_centered_gamma)
         y, bias = super().forward(x, *args, **kwargs)
         if not self.return_layernorm_output:
             return y, bias
         if self.return_layernorm_output_gathered and self.sequence_parallel:
             x = gather_from_sequence_parallel_region(x, group=self.tp_group)
         return (y, x), bias
-
-    def _normalised(self, x: Tensor) -> Tensor:
-        weight, bias = self.layer_norm_weight, self.layer_norm_bias
-        options = {"eps": self.eps, "zero_centered": self.zero_centered_gamma}
-        if bias is None:
-            return functions.rms_norm(x, weight, **options)
-        return functions.layer_norm(x, weight, bias, **options)

@@ -81,11 +81,8 @@ def refused_values(holder: Any) -> Iterator[tuple[str, Any, str]]:
         why = f"one of {', '.join(GATED_DELTA_NETS)} expected"
         yield "experimental_attention_variant", variant, why
     if getattr(holder, "delay_wgrad_compute", False) and _te_captures_layers(holder):
-        yield (
-            "delay_wgrad_compute",
-            True,
-            ("TransformerEngine's graphs take delayed gradients of its own layers alone"),
-        )
+        why = "TransformerEngine's graphs take delayed gradients of its own layers alone"
+        yield "delay_wgrad_compute", True, why
 
 
 def _te_captures_layers(holder: Any) -> bool:

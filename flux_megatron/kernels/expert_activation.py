@@ -20,7 +20,6 @@ from flux_megatron.kernels.sizes import cdiv, next_power_of_2
 from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.problem import Tile
 
-ACTIVATIONS = ("silu", "gelu")
 CTAS_OF_AN_SM = 8  # of 256 threads: as many as are resident
 BLOCK = 2048  # 16 bytes of bf16 a thread
 COLUMNS_MAX = 16384  # of rows that a CTA takes at once

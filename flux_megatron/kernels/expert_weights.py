@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -77,8 +76,3 @@ def as_one(tensors: Sequence[Tensor]) -> ExpertWeights | None:
     if end_bytes > lowest.untyped_storage().nbytes():  # neighbours by chance, in other storages
         return None
     return ExpertWeights(lowest.as_strided(size, strides), distance < 0)
-
-
-def stacked(tensors: Sequence[Tensor]) -> ExpertWeights:
-    """A copy of matrices that do not lie so."""
-    return ExpertWeights(torch.stack([tensor.detach() for tensor in tensors]))

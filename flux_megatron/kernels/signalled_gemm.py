@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -44,21 +45,24 @@ class Band(NamedTuple):
     tiles: int
 
 
+def ends_of(rows: int, group_rows: Sequence[int]) -> list[int]:
+    """Where the bands of so many rows end: `group_rows` each, as long as there are rows, and one of
+    all that is left.
+    """
+    return [*dict.fromkeys(min(end, rows) for end in accumulate((*group_rows, rows)))]
+
+
 @lru_cache(maxsize=1024)
 def bands(
     rows: int, N: int, shards: int, group_rows: Sequence[int], tile: Tile
 ) -> tuple[Band, ...]:
-    """The bands of y [shards, rows, N]: `group_rows` rows each, as long as there are rows, and one
-    of all that is left.
-    """
-    made: list[Band] = []
-    first = 0
-    for wanted in (*group_rows, rows):
-        size = min(wanted, rows - first)
-        if size:
-            tiles = shards * cdiv(size, tile.block_m) * cdiv(N, tile.block_n)
-            made.append(Band(first, size, tiles))
-        first += size
+    """The bands of y [shards, rows, N]."""
+    made, first = [], 0
+    for end in ends_of(rows, group_rows):
+        size = end - first
+        tiles = shards * cdiv(size, tile.block_m) * cdiv(N, tile.block_n)
+        made.append(Band(first, size, tiles))
+        first = end
     return tuple(made)
 
 

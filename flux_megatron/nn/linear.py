@@ -46,10 +46,7 @@ class ParallelLinear(Module):
                 f"{self.world_size} ranks expected"
             )
         sizes[self.split] //= self.world_size
-        self.in_features_local, self.out_features_local = (
-            sizes["in_features"],
-            sizes["out_features"],
-        )
+        self.in_features_local, self.out_features_local = sizes.values()
         shape = (self.out_features_local, self.in_features_local)
         self.weight = Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.register_parameter(

@@ -11,6 +11,7 @@ gradients, which nothing overlaps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,17 +56,9 @@ _FORWARD = {"gather": _gathered, "scatter": _scattered, "copy": _copied, "reduce
 _BACKWARD = {"gather": "scatter", "scatter": "gather", "copy": "reduce", "reduce": "copy"}
 
 
-def gather(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _Collective.apply(x, group, "gather")
+def _named(name: str) -> Callable[[Tensor, ProcessGroup], Tensor]:
+    return lambda x, group: _Collective.apply(x, group, name)
 
 
-def scatter(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _Collective.apply(x, group, "scatter")
-
-
-def copy(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _Collective.apply(x, group, "copy")
-
-
-def reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _Collective.apply(x, group, "reduce")
+gather, scatter = _named("gather"), _named("scatter")
+copy, reduce = _named("copy"), _named("reduce")

@@ -54,10 +54,6 @@ def candidates(problem: Problem) -> list[Plan]:
     return [Plan("fused", rows, tile) for rows in dict.fromkeys((0, halves)) for tile in tiles]
 
 
-def _clamped(size: int, smallest: int, largest: int) -> int:
-    return max(smallest, min(largest, next_power_of_2(size)))
-
-
 def _tile_for(plan: Plan, scaling: Scaling | None) -> Tile:
     """The plan's, but that tensor cores multiply 32 or more of K in FP8."""
     least = 32 if scaling else 0
@@ -66,11 +62,9 @@ def _tile_for(plan: Plan, scaling: Scaling | None) -> Tile:
 
 def _interpreted_tile(problem: Problem) -> Tile:
     """Few large tiles: the interpreter takes as long for a small one."""
-    return Tile(
-        block_m=_clamped(problem.M_shard, 16, 256),
-        block_n=_clamped(problem.N_local, 16, 256),
-        block_k=_clamped(problem.K_local, 16, 256),
-    )
+    sizes = (problem.M_shard, problem.N_local, problem.K_local)
+    block_m, block_n, block_k = (max(16, min(256, next_power_of_2(size))) for size in sizes)
+    return Tile(block_m, block_n, block_k)
 
 
 def _compiled_tile(problem: Problem) -> Tile:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from flux_megatron.kernels.signalled_gemm import ends_of
 from flux_megatron.overlap import collectives
 from flux_megatron.overlap.phase import phase
 from flux_megatron.symm.copy_engine import CopyEngine
@@ -72,14 +73,6 @@ def ag_gemm(
     if consume is not None and ordered is not None:
         consume(ordered.view(-1, K))
     return y.view(-1, right.shape[1])
-
-
-def ends_of(rows: int, group_rows: tuple[int, ...]) -> list[int]:
-    """Where the bands of a shard of `rows` end: `group_rows` each as long as there are rows, and
-    one of all that is left.
-    """
-    ends = [min(sum(group_rows[: number + 1]), rows) for number in range(len(group_rows))]
-    return [*dict.fromkeys([*ends, rows])]
 
 
 def _multiply(x: Tensor, right: Tensor, *, out: Tensor) -> None:

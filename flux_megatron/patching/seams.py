@@ -16,7 +16,6 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 FILE = "seams.json"
@@ -57,12 +56,6 @@ def write(checkout: Path, folder: Path) -> Path:
     lines = (f"{json.dumps(seam)}: {json.dumps(found)}" for seam, found in names(checkout).items())
     file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     return file
-
-
-@cache
-def recorded(folder: Path) -> dict[str, list[str]]:
-    """What `write` recorded there."""
-    return json.loads((folder / FILE).read_text())
 
 
 def _classes(checkout: Path, wanted: dict[str, tuple[str, ...]]) -> Iterator[ast.ClassDef]:

@@ -345,12 +345,6 @@ def release(group: ProcessGroup | None = None, *, graphs_dropped: bool = False) 
     _agreed_before.update(remembered)
 
 
-def forget() -> None:
-    """Give back all memory, whoever holds it, and what ranks have agreed on."""
-    _give_back([*_workspaces])
-    _agreed_before.clear()
-
-
 def _give_back(groups: list[ProcessGroup]) -> None:
     for device in {_workspaces[one].device for one in groups}:
         if device.type == "cuda":

@@ -14,12 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
-from flux_megatron import command_errors
 from flux_megatron.errors import RunFailed
 
 INTERRUPTED = 130
@@ -42,12 +41,12 @@ def run(arguments: Sequence[str], world_size: int, environment: Mapping[str, str
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
         size = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
         ranks: list[_Rank] = []
-        stack.callback(_kill, ranks)
         for rank in range(world_size):
             # rank 0 speaks to the terminal; of another rank only its error is shown
             log = stack.enter_context(tempfile.TemporaryFile()) if rank else None
             variables = {**environment, **address, **size}
             ranks.append(_Rank(rank, arguments, variables, listener, log))
+            stack.callback(ranks[-1].kill)
         _wait(ranks)
 
 
@@ -90,11 +89,6 @@ class _Rank:
         return self._log.read().decode(errors="replace").strip() or f"rank {self.rank} failed"
 
 
-def _kill(ranks: Sequence[_Rank]) -> None:
-    for rank in ranks:
-        rank.kill()
-
-
 def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
 
@@ -110,28 +104,6 @@ def _wait(ranks: Sequence[_Rank]) -> None:
         time.sleep(POLL_S)
     if first := first or next((rank for rank in ranks if rank.code), None):
         raise RunFailed(first.failure())
-
-
-def as_rank(main: Callable[[Any], None], options: Any, command: str) -> NoReturn:
-    """Run `main` as this process, a rank: its error is one line, the traceback with --debug."""
-    status = 0
-    try:
-        main(options)
-    except Exception as error:
-        if "--debug" in sys.argv:
-            raise
-        line, status = command_errors.ending(error, command)
-        print(f"rank {os.environ['RANK']}: {line}", file=sys.stderr)
-    leave(status)
-
-
-def leave(status: int = 0) -> NoReturn:
-    """End this process, which has done all it had to: at a usual exit gloo's threads now and then
-    abort it.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def rendezvous() -> dict[str, Any]:

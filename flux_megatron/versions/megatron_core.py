@@ -7,7 +7,7 @@ differs in a newer one is refused by its name. What our layers find in one of tw
 | | to 0.16 | from 0.17 on |
 | --- | --- | --- |
 | the experts of a provider (`integration.provider`) | a class | a class, or a partial of it |
-| `qk_l2_norm` (`integration.specs`) | an argument of specifications to 0.15 | the configuration's |
+| `qk_l2_norm` (`lab.train.specs`) | an argument of specifications to 0.15 | the configuration's |
 """
 
 from __future__ import annotations

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 import types
+from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import side_by_side as sbs
@@ -14,12 +17,7 @@ from side_by_side import Case
 
 from flux_megatron import wgrad
 from flux_megatron.integration import apex_shim
-from flux_megatron.integration.apex_shim import (
-    NAME,
-    SHIM,
-    provide_wgrad_kernels,
-    withdraw_wgrad_kernels,
-)
+from flux_megatron.integration.apex_shim import NAME, SHIM, provide_wgrad_kernels
 from flux_megatron.lab import reference
 
 pytestmark = pytest.mark.skipif(
@@ -27,33 +25,35 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@contextlib.contextmanager
+def withdrawn() -> Iterator[None]:
+    """What is provided inside is withdrawn at the end."""
+    with mock.patch.dict(vars(stock)):
+        yield
+    sys.modules.pop(NAME, None)
+
+
 @pytest.fixture(autouse=True)
 def _as_it_was():
-    yield
-    withdraw_wgrad_kernels()
+    with withdrawn():
+        yield
     wgrad._apex_kernels.cache_clear()
 
 
-def test_it_is_found_wherever_megatron_looks_and_leaves_no_trace():
-    before = dict(vars(stock))
+def test_it_is_found_wherever_megatron_looks():
     for _ in range(2):
-        assert provide_wgrad_kernels()
+        provide_wgrad_kernels()
         assert importlib.import_module(NAME) is SHIM
         assert importlib.util.find_spec(NAME) is not None
         assert stock._grad_accum_fusion_available
         assert stock.fused_weight_gradient_mlp_cuda is SHIM
-    for _ in range(2):
-        withdraw_wgrad_kernels()
-        assert vars(stock) == before
-        assert importlib.util.find_spec(NAME) is None
 
 
 def test_apex_goes_first(monkeypatch):
     apex = types.ModuleType(NAME)
     monkeypatch.setitem(sys.modules, NAME, apex)
     before = dict(vars(stock))
-    assert not provide_wgrad_kernels()
-    withdraw_wgrad_kernels()
+    provide_wgrad_kernels()
     assert sys.modules[NAME] is apex
     assert vars(stock) == before
 
@@ -104,12 +104,12 @@ def test_stock_layers_fuse_without_apex(rank):
         if kind == "column":
             with pytest.raises(RuntimeError, match="install APEX"):
                 sbs.build(case, False, fused)
-        provide_wgrad_kernels()
-        layer = sbs.build(case, False, fused)
-        layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=main_dtype)
-        for _ in range(2):
-            layer(x.float().requires_grad_())[0].backward(dy.float())
-        withdraw_wgrad_kernels()
+        with withdrawn():
+            provide_wgrad_kernels()
+            layer = sbs.build(case, False, fused)
+            layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=main_dtype)
+            for _ in range(2):
+                layer(x.float().requires_grad_())[0].backward(dy.float())
         plain = sbs.build(case, False, sbs.settings(2, sp, torch.float32))
         for _ in range(2):
             plain(x.float().requires_grad_())[0].backward(dy.float())

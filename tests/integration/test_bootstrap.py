@@ -16,6 +16,7 @@ import torch
 from megatron.core.extensions import transformer_engine
 from megatron.core.models import backends
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs, gpt_model
+from megatron.core.tensor_parallel import layers as stock
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -23,7 +24,7 @@ from side_by_side import parse
 
 from flux_megatron import settings
 from flux_megatron.integration import install, provider, requirements
-from flux_megatron.integration.apex_shim import withdraw_wgrad_kernels
+from flux_megatron.integration.apex_shim import NAME
 from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.beside import overlapped_in
 from flux_megatron.integration.flags import FluxOptions, add_flux_arguments, options_from
@@ -39,6 +40,7 @@ SUBSTITUTED = (
     (gpt_layer_specs, "LNImpl"),
     (transformer_block, "LayerNormImpl"),
     (gpt_model, "tensor_parallel"),
+    (stock, "_grad_accum_fusion_available"),
     (FluxColumnParallelLinear, "save_gathered"),
     (FluxCoreAttention, "reads_causal_masks"),
 )
@@ -53,7 +55,7 @@ def _restored(monkeypatch):
     monkeypatch.setattr(install, "log_at_exit", lambda: None)
     requirements._logged.clear()
     yield
-    withdraw_wgrad_kernels()
+    sys.modules.pop(NAME, None)
     install._output_layer.close()
     monkeypatch.undo()
     settings.reload()

@@ -16,7 +16,8 @@ import flux_megatron
 from flux_megatron import errors
 from flux_megatron.integration import coverage
 from flux_megatron.integration.selection import provider_of
-from flux_megatron.integration.specs import PROVIDERS, gpt_block_spec, use_flux_output_layer
+from flux_megatron.integration.specs import use_flux_output_layer
+from flux_megatron.lab.train.specs import PROVIDERS, gpt_block_spec
 from flux_megatron.overlap.report import Layers
 
 OTHER = "Megatron built a megatron.core.tensor_parallel.layers."

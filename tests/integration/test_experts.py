@@ -23,7 +23,7 @@ from ranks import on_cpu_ranks
 import flux_megatron
 from flux_megatron.integration import expert_layers, experts, install, requirements
 from flux_megatron.integration.flags import options_from
-from flux_megatron.integration.specs import gpt_block_spec
+from flux_megatron.lab.train.specs import gpt_block_spec
 
 moe_utils.te_general_gemm = None  # up to 0.16 asked for also where there is none
 VOCAB, STEPS = 64, 3

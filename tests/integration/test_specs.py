@@ -21,7 +21,8 @@ from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
 from flux_megatron.integration.norm import FluxNorm
 from flux_megatron.integration.provider import FluxSpecProvider, StockSpecProvider
-from flux_megatron.integration.specs import gpt_block_spec, local_spec_from, use_flux_output_layer
+from flux_megatron.integration.specs import use_flux_output_layer
+from flux_megatron.lab.train.specs import gpt_block_spec, local_spec_from
 
 CLASSES = {
     "flux": (FluxColumnParallelLinear, FluxRowParallelLinear),

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from ranks import on_cpu_ranks
 
 import flux_megatron
-from flux_megatron.integration.specs import gpt_block_spec
+from flux_megatron.lab.train.specs import gpt_block_spec
 
 SEQUENCE, BATCH, HIDDEN = 16, 2, 32
 

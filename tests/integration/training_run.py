@@ -26,8 +26,9 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import Float16Module
 
 from flux_megatron.integration.provider import StockSpecProvider
-from flux_megatron.integration.specs import gpt_block_spec, local_spec_from, use_flux_output_layer
+from flux_megatron.integration.specs import use_flux_output_layer
 from flux_megatron.lab.train.model import layer_context
+from flux_megatron.lab.train.specs import gpt_block_spec, local_spec_from
 
 VOCAB, SEQUENCE, BATCH, HIDDEN, STEPS = 64, 16, 2, 32, 3
 

@@ -36,6 +36,7 @@ if "FAKE_DRIVER" not in os.environ:
     found = {"FAKE_DRIVER": library, "LD_LIBRARY_PATH": folder, "TRITON_LIBCUDA_PATH": folder}
     os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **found})
 
+import rank_pool
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -332,7 +333,7 @@ KEPT: dict[str, dict[tuple, torch.Tensor]] = {}
 
 @contextlib.contextmanager
 def engine(native: bool) -> Iterator[None]:
-    workspace.forget()
+    rank_pool.forget()
     devices.copy_engine.cache_clear()
     engine = CudaCopyEngine(torch.device("cuda", 0))
     engine.runs_lists = native

@@ -104,12 +104,12 @@ class Forward:
         if self.case.spec.gathers:
             dist.all_gather_into_tensor(self.gathered, self.x, group=self.group)
         result = self._gemm()
-        if self.case.spec.trips > 1:
+        if self.case.spec.scatters:
+            dist.reduce_scatter_tensor(self.y, *result, group=self.group)
+            return (self.y,)
+        if self.case.spec.reduces:
             dist.all_reduce(*result, group=self.group)
-        if not self.case.spec.scatters:
-            return result
-        dist.reduce_scatter_tensor(self.y, *result, group=self.group)
-        return (self.y,)
+        return result
 
     def _local_kernel(self) -> tuple[Call | None, str]:
         """Our GEMM without communication, or the reason why it cannot run."""

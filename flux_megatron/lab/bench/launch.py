@@ -8,16 +8,15 @@ import sys
 import time
 import warnings
 from datetime import timedelta
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
 import typer
 
-from flux_megatron import option_values
+from flux_megatron import command_errors, option_values
 from flux_megatron.lab.bench.options import RankOptions
-from flux_megatron.tune_command import rank_processes, ranks
+from flux_megatron.tune_command import ranks
 
 LIMIT_S = 120  # of every collective
 
@@ -30,7 +29,7 @@ def start(options: RankOptions, out: Path, interrupted: str, command: str, modul
     """
     option_values.folder("--out", out)
     if "RANK" in os.environ:
-        rank_processes.as_rank(partial(_as_rank, options), module, command)
+        _run_as_rank(options, module, command)
     if options.device == "cuda" and not options.nvls:
         from flux_megatron.lab.bench.provenance import refuse_multicast
 
@@ -38,6 +37,23 @@ def start(options: RankOptions, out: Path, interrupted: str, command: str, modul
     environment = ranks.defaults(options.tp) | ranks.inherited() | ranks.needed(options.device)
     arguments = ["-m", "flux_megatron.cli", *sys.argv[1:]]
     raise typer.Exit(ranks.run(arguments, options.tp, environment, interrupted))
+
+
+def _run_as_rank(options: RankOptions, module: str, command: str) -> NoReturn:
+    """An error is one line, the traceback with --debug. The process ends here: at a usual exit
+    gloo's threads now and then abort it.
+    """
+    status = 0
+    try:
+        _as_rank(options, module)
+    except Exception as error:
+        if "--debug" in sys.argv:
+            raise
+        line, status = command_errors.ending(error, command)
+        print(f"rank {os.environ['RANK']}: {line}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _as_rank(options: RankOptions, module: str) -> None:

@@ -26,9 +26,10 @@ SMALLEST_COPY_BYTES = 2**20
 
 
 def moved_bytes(problem: Problem) -> int:
-    """The matrix that is gathered or scattered, in bytes. Sums of FP8 have 16 bits."""
+    """The gathered x, or the summed y, in bytes. Sums of FP8 have 16 bits."""
+    columns = problem.K if problem.spec.gathers else problem.N
     dtype = problem.dtype if problem.spec.gathers else problem.out_dtype or problem.dtype
-    return problem.M * problem.columns_moved * ELEMENT_BYTES[dtype]
+    return problem.M * columns * ELEMENT_BYTES[dtype]
 
 
 def gathered_share(problem: Problem) -> float:

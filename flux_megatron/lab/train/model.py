@@ -22,8 +22,9 @@ from megatron.core.tensor_parallel import layers, mappings
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from flux_megatron.integration.specs import gpt_block_spec, use_flux_output_layer
+from flux_megatron.integration.specs import use_flux_output_layer
 from flux_megatron.lab.train.config import PADDED_VOCAB, TrainConfig
+from flux_megatron.lab.train.specs import gpt_block_spec
 
 ORDERS: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
     "stock-rank-order": lambda partials: reduce(torch.add, [part.float() for part in partials]),

@@ -11,8 +11,8 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -132,16 +132,32 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """For the import of megatron-core: its fused functions stay what they are written as.
+
+    It decorates them with `torch.compile`, which loads Inductor: most of what the import takes.
+    """
+    import torch
+
+    compile = torch.compile
+    torch.compile = lambda function: function  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile
+
+
 def as_rank(body: Callable[..., Any], config: TrainConfig, *arguments: Any) -> Any:
     """`body(config, *arguments, device)` as the rank that torchrun's variables name."""
     warnings.filterwarnings("ignore", module=r"(torch|megatron)\b")
     import torch
     import torch.distributed as dist
 
-    from flux_megatron.integration.cpu_device import pretend_cuda, without_compiler
+    from flux_megatron.integration.cpu_device import pretend_cuda
 
     on_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
-    with nullcontext() if on_gpu else without_compiler():
+    with nullcontext() if on_gpu else _without_compiler():
         from megatron.core import parallel_state
 
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
