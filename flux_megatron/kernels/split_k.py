@@ -13,7 +13,7 @@ from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.problem import Tile
 
 K_TILES_MIN = 8  # of a part, or a chunk: the time that it takes to fetch or store one
-PART_K_TILES = 16  # what a part costs besides its k-tiles
+PART_K_TILES = 16  # what a part costs besides its k-tiles; two rounds of 1024 x 10240 x 8192 win
 # Three rounds of parts took 2 to 15 % longer than one of whole tiles (AG+GEMM 4096 x 36864 x 12288
 # and 512 x 57344 x 8192, 4 x H200, 2026-11-21, torch 2.11, triton 3.6). Our GEMM with them takes
 # 1.02 to 1.20 of the library's time, without .96 to 1.00 (8192 x 5120 x 12800 and 2304 x 5120 x
