@@ -34,7 +34,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -70,15 +70,21 @@ class Tree:
         raise SystemExit(f"{self.name}: a rank ended with status {rank.wait()}")
 
 
-def start(tree: str, ranks: int, commit: str, calls: int) -> Tree:
+def free_ports(count: int) -> list[str]:
+    """So many, all held at a time: one after another two could be the same."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [str(each.getsockname()[1]) for each in sockets]
+
+
+def start(tree: str, ranks: int, commit: str, calls: int, port: str) -> Tree:
     """Of NAME=FOLDER,VARIABLE=VALUE,..."""
     name, _, rest = tree.partition("=")
     folder, *words = rest.split(",")
     variables = dict(word.split("=", 1) for word in words)
     path = [folder, str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(part for part in path if part),
@@ -164,7 +170,8 @@ def main(
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     end_s = time.monotonic() + seconds
-    trees = [start(one, ranks, commit, calls) for one in tree]
+    ports = free_ports(len(tree))
+    trees = [start(one, ranks, commit, calls, port) for one, port in zip(tree, ports, strict=True)]
     try:
         wrong = measure(trees, out, shapes, only, rounds, end_s)
     finally:
