@@ -5,6 +5,7 @@
 | the barrier of all threads | `gl.thread_barrier` | `gl.barrier` | | |
 | the constructor of an aggregate | to be written | to be written | made of its fields | |
 | a TMA load, a TMA store | `async_copy_...` | | `async_load`, `async_store` | no other |
+| shared memory as another type | `_reinterpret` | | | `reinterpret` |
 
 Triton 3.5 has another `warp_specialize` and is too old.
 """
@@ -21,10 +22,13 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
+_memory = gl.shared_memory_descriptor
+reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
+
 # Types of fields. A number that is always 1 is a constexpr: Triton specialises it.
 Number = gl.tensor | gl.constexpr
 Pointer = gl.tensor
-Shared = gl.shared_memory_descriptor
+Shared = _memory
 Descriptor = tma.tensor_descriptor
 Parts = core.tuple  # several alike: slices of a tile, cuts of K
 

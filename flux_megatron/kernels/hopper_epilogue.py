@@ -15,6 +15,7 @@ from flux_megatron.kernels.gluon_versions import (
     Shared,
     aggregate,
     barrier,
+    reinterpret,
     tma_load,
     tma_store,
 )
@@ -115,7 +116,7 @@ def new_staging_tile(y_desc, parts_desc, NUM_WARPS: gl.constexpr):
     SCALED: gl.constexpr = parts_desc.dtype != y_desc.dtype
     wire = tile
     if SCALED:
-        wire = tile._reinterpret(parts_desc.dtype, tile.shape, parts_desc.layout)
+        wire = reinterpret(tile, parts_desc.dtype, tile.shape, parts_desc.layout)
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     scales = gl.allocate_shared_memory(gl.float32, [2, 1], layout)
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())

@@ -13,6 +13,7 @@ from flux_megatron.kernels.gluon_versions import (
     Number,
     Pointer,
     aggregate,
+    reinterpret,
     tma_load,
     tma_store,
 )
@@ -107,7 +108,7 @@ class GatheringTargets:
         theirs = tma.make_tensor_descriptor(
             shard, [sizes.M_shard, sizes.N], [sizes.N, 1], [sizes.BLOCK_M, COLUMNS], desc.layout
         )
-        slices = tile._reinterpret(desc.dtype, [SLICES, sizes.BLOCK_M, COLUMNS], desc.layout)
+        slices = reinterpret(tile, desc.dtype, [SLICES, sizes.BLOCK_M, COLUMNS], desc.layout)
         for i in range(SLICES):
             tma_store(theirs, [row, col + i * COLUMNS], slices.index(i))
             complete_tma_stores()

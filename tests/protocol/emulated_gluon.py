@@ -80,6 +80,7 @@ class Gluon:
             "gl": SimpleNamespace(**gl), "mbarrier": SimpleNamespace(**mbarrier),
             "tma": SimpleNamespace(**tma), "tma_load": self._copy_in,
             "tma_store": self._copy_out, "fence_async_shared": nothing, "barrier": nothing,
+            "reinterpret": Shared.reinterpret,
             "warpgroup_mma_init": self._mma_init, "warpgroup_mma": self._mma,
             "warpgroup_mma_wait": self._mma_wait, "mma_layout": nothing,
             "time_ns": lambda: 0,

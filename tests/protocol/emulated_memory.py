@@ -87,7 +87,7 @@ class Shared:
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.memory.permute(*order))
 
-    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: object) -> Shared:
+    def reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: object) -> Shared:
         """The same bytes, as many as the shape has. Slices of rows lie one after another."""
         if len(shape) > self.memory.dim():
             count, rows, columns = shape
