@@ -16,8 +16,8 @@ K_TILES_MIN = 8  # of a part, or a chunk: the time that it takes to fetch or sto
 PART_K_TILES = 16  # what a part costs besides its k-tiles; two rounds of 1024 x 10240 x 8192 win
 # Three rounds of parts took 2 to 15 % longer than one of whole tiles (AG+GEMM 4096 x 36864 x 12288
 # and 512 x 57344 x 8192, 4 x H200, 2026-11-21, torch 2.11, triton 3.6). Our GEMM with them takes
-# 1.02 to 1.20 of the library's time, without .96 to 1.00 (8192 x 5120 x 12800 and 2304 x 5120 x
-# 13824, h100x2/beside.jsonl, h200x2/beside.jsonl, gemm_ar.jsonl).
+# 1.02 to 1.20 of the library's time (8192 x 5120 x 12800 and 2304 x 5120 x 13824), other shapes
+# from M = 2048 on .96 to 1.04 (h100x2/beside.jsonl, h200x2/beside.jsonl, gemm_ar.jsonl).
 ROUNDS_MAX = 2
 # Of tiles of 64 rows, whose k-tiles are shorter: 80 of 64 x 128, cut into thirds, took 39 us, whole
 # ones 30 (128 x 5120 x 8192, H200, 2026-11-23, h200/split_k.jsonl).
