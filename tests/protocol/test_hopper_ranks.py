@@ -57,7 +57,7 @@ CASES = [
     Case("ar", "hopper", rows=(7, 20, 20), layout="nn"),
     Case("ar", "hopper", 3, rows=(16, 48, 33), K=64, N=16, transport="sm", ctas=1_000),
     Case("ar", "hopper", rows=SIX, N=16, captured=True),
-    # more tiles in a shard than a band and CTAs: the others' sums are copied while tiles follow
+    # several waves, and a last rank with fewer rows
     Case("ar", "hopper", rows=(20, 41, 41), N=40, comm_rows=0, ctas=1, lacking=1),
     Case("ar", "hopper", 3, (20, 20), 40, 64, transport="sm", ctas=2, layout="nn", lacking=2),
     Case("ar", "hopper", rows=(33, 20), N=40, K=96, ctas=4),
