@@ -193,7 +193,7 @@ def _dense(scaling: Scaling | None) -> Scaling | None:
     """With blockwise scales that copy engines can read."""
     if scaling is None or not scaling.blockwise:
         return scaling
-    return scaling._replace(x=memory("x_scale", scaling.x), w=memory("w_scale", scaling.w))
+    return Scaling(memory("x_scale", scaling.x), memory("w_scale", scaling.w), *scaling[2:])
 
 
 def _fits(bias: Tensor, w: Tensor, layout: str) -> bool:

@@ -47,9 +47,6 @@ class Scaling(NamedTuple):
         """All but the tensors: what kernels are compiled for."""
         return self._replace(x=None, w=None)  # type: ignore[arg-type]
 
-    def product(self) -> Tensor:
-        return self.x.reshape(()) * self.w.reshape(())
-
 
 def block_shapes(rows: int, N: int, K: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Of the blockwise scales of x [rows, K] and of w [N, K], as TransformerEngine makes them. x
@@ -72,16 +69,13 @@ def dequantized(x: Tensor, w: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]
     return x.float() * of_x, w.float() * of_w
 
 
-def scales_of(matrices: Tensor, K: int, rows: slice) -> Tensor:
-    """The blockwise scales of one GEMM's x: these rows of each matrix of them, one behind another.
-    A copy, but for all rows of one matrix: cuBLASLt takes no scales with gaps.
+def scales_of(matrices: Tensor, K: int, rows: int) -> Tensor:
+    """The blockwise scales of one GEMM's x: of so many rows of each matrix of them, one behind
+    another. A copy where there are several: cuBLASLt takes no scales with gaps.
     """
-    blocks = -(-K // BLOCK)
-    if matrices.shape[0] == blocks:  # one, which costs the host a third of what more do
-        whole = rows.start == 0 and rows.stop == matrices.shape[1]
-        return matrices if whole else matrices[:, rows].contiguous()
-    shards = matrices.view(-1, blocks, matrices.shape[1])[..., rows]
-    return shards.transpose(0, 1).flatten(1)
+    blocks, pitch = -(-K // BLOCK), matrices.shape[1]
+    shape = blocks, matrices.shape[0] // blocks, rows
+    return matrices.as_strided(shape, (pitch, blocks * pitch, 1)).flatten(1)
 
 
 def is_fp8(tensor: Tensor) -> bool:

@@ -64,7 +64,7 @@ class Layer:
         self.x = [drawn(made, rows, K, x_dtype) for _ in ranks]
         self.w = [drawn(made, N, K, E4M3) for _ in ranks]
         # powers of two, which round nothing, and other ones of each rank
-        self.x_scale = [torch.tensor([0.5 if gathers else 2.0**-r]) for r in ranks]
+        self.x_scale = [torch.tensor(0.5 if gathers else 2.0**-r) for r in ranks]
         self.w_scale = [torch.tensor([2.0 ** (r + 1)]) for r in ranks]
         if blockwise:
             of_x, of_w = scaling.block_shapes(rows, N, K)

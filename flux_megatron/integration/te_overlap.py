@@ -136,7 +136,7 @@ def _serial(
         elif _in_blocks(B):
             *rows, K = shard.shape
             scales = _gathered(B._rowwise_scale_inv, ub.group)
-            B._rowwise_scale_inv = scales_of(scales, K, slice(0, math.prod(rows)))
+            B._rowwise_scale_inv = scales_of(scales, K, math.prod(rows))
             B._rowwise_data = whole
             ub.give_columnwise(B)
         else:

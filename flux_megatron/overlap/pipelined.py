@@ -13,7 +13,7 @@ a chunk of rows have gaps in that, so a GEMM of one gets a copy, 1/32 of its row
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from flux_megatron.kernels import launch
 from flux_megatron.overlap import calls, sequential, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
-from flux_megatron.scaling import Scaling, result_dtype, scales_of
+from flux_megatron.scaling import result_dtype, scales_of
 from flux_megatron.symm.program import CallProgram, Slot
 from flux_megatron.symm.signals import comm_rows_at_least
 
@@ -64,6 +64,7 @@ def _ag_gemm(p: CallProgram) -> Slot:
     local_copy = "caller" if whole else "engine" if lends else "nobody"
     scales: Any = p.scaling.x if p.scaling and p.scaling.blockwise else None
     gather = transfer.start_gather(p, p.x, p.plan.comm_rows, local_copy=local_copy, scales=scales)
+    _transpose(p)
     y = p.x.new_empty(len(gather.gathered), p.N, dtype=result_dtype(p.x, p.scaling))
     if whole:
         rows, scales = gather.complete(), gather.scales_of(0, p.world_size)
@@ -93,25 +94,37 @@ def _multiply(
     p: CallProgram, x: Slot, *, out: Slot, bias: Slot | None = None, x_scale: Slot | None = None,
     rows: slice | None = None,
 ) -> None:  # fmt: skip
-    """FP8: `x_scale` are the blockwise scales of x, where others than this call's; x has these
-    `rows` of each matrix of them.
+    """FP8: `x_scale` are the blockwise scales of x, where others than this call's; `rows` are those
+    of x, where it is not all of this call's.
     """
     with p.phase("gemm chunk"):
         if p.scaling is None:
             p.torch(_gemm_nt if p.layout == "nt" else _gemm, x, p.w, out)
             return
-        gemm = partial(_scaled_gemm, p.scaling, rows or slice(0, len(p.x)))
-        given: Any = x, p.w, p.scaling.x if x_scale is None else x_scale, p.scaling.w, out, bias
+        x_scale = x_scale or p.scaling.x
+        gemm = _scaled_gemm(p, x, x_scale, rows)
+        given: Any = x, p.w, x_scale, p.scaling.w, out, bias
         p.torch(gemm, *(one for one in given if one is not None))
 
 
 def _scaled_gemm(
-    scaling: Scaling, rows: slice, x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor,
-    out: Tensor, bias: Tensor | None = None,
-) -> None:  # fmt: skip
-    if scaling.blockwise:
-        x_scale = scales_of(x_scale, x.shape[1], rows)
-    sequential.scaled_gemm(x, w, bias, Scaling(x_scale, w_scale, *scaling[2:]), out)
+    p: CallProgram, x: Slot, x_scale: Slot, rows: slice | None
+) -> Callable[..., Tensor]:
+    """That of `sequential`, which picks the scales of x from these."""
+    gemm = sequential.scaled_gemm_of(x, p.scaling)
+    if p.scaling.blockwise and rows is not None:
+        first, count = rows.start, len(x)
+        return lambda x, w, of_x, *more: gemm(x, w, of_x.narrow_copy(1, first, count), *more)
+    if x_scale is not p.scaling.x and len(x_scale) > len(p.scaling.x):
+        K, M_shard = p.x.shape[1], len(p.x)
+        return lambda x, w, of_x, *more: gemm(x, w, scales_of(of_x, K, M_shard), *more)
+    return gemm
+
+
+def _transpose(p: CallProgram) -> None:
+    """What every scaled GEMM of a call reads, as those of `sequential` take it."""
+    if p.scaling is not None:
+        p.transpose(p.w, *((p.scaling.w,) if p.scaling.blockwise else ()))
 
 
 def _gemm_nt(x: Tensor, w: Tensor, out: Tensor) -> None:
@@ -136,6 +149,7 @@ def _sums(p: CallProgram) -> transfer.ReduceScatter:
     rank, world_size, M_shard = p.rank, p.world_size, len(p.x) // p.world_size
     comm_rows = comm_rows_at_least(M_shard, p.plan.comm_rows)
     dtype = result_dtype(p.x, p.scaling)
+    _transpose(p)
     channel = p.channel(transfer.SCATTER, len(p.x) * p.N * dtype.itemsize)
     received = channel.region((world_size * M_shard, p.N), dtype)
     staging = p.x.new_empty(len(p.x), p.N, dtype=dtype)

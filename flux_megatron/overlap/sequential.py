@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,7 +87,7 @@ def _with_all_rows(scaling: Scaling, x: Tensor, workspace: Workspace) -> Scaling
     shards = scaling.x.new_empty(workspace.group.size() * len(scaling.x), scaling.x.shape[1])
     work = dist.all_gather_into_tensor(shards, scaling.x, group=workspace.group, async_op=True)
     collectives.wait(work, workspace)
-    return scaling._replace(x=scales_of(shards, x.shape[1], slice(0, len(x))))
+    return scaling._replace(x=scales_of(shards, x.shape[1], len(x)))
 
 
 def _gemm(x: Tensor, w: Tensor, layout: str) -> Tensor:
@@ -97,41 +98,55 @@ def _gemm(x: Tensor, w: Tensor, layout: str) -> Tensor:
     return torch.mm(x, right)
 
 
-def scaled_gemm(
-    x: Tensor, w: Tensor, bias: Tensor | None, scaling: Scaling, out: Tensor | None = None
-) -> Tensor:
-    """x @ w.t() * scales + bias, rounded once, by the library where it has FP8; `out`, if given."""
-    dtype = scaling.out_dtype
-    if _in_library(x, scaling):
-        of_x, of_w = _as_in_library(w, scaling)
-        inside = None if dtype is torch.float32 else bias  # the library adds none in fp32
-        y = torch._scaled_mm(
-            x, w.t(), of_x, of_w, bias=inside, out_dtype=dtype,
-            use_fast_accum=not scaling.split_accumulator, out=out,
-        )  # fmt: skip
-        return y if inside is bias else y.add_(bias)  # type: ignore[arg-type]
+def scaled_gemm(x: Tensor, w: Tensor, bias: Tensor | None, scaling: Scaling) -> Tensor:
+    """x @ w.t() * scales + bias, rounded once, by the library where it has FP8."""
+    of_w = scaling.w.t() if scaling.blockwise else scaling.w
+    return scaled_gemm_of(x, scaling)(x, w.t(), scaling.x, of_w, None, bias)
+
+
+def scaled_gemm_of(x: Any, scaling: Scaling) -> Callable[..., Tensor]:
+    """The same, for x of this shape. It takes x, w.t(), the scales of both, those of w's blocks
+    transposed as w is, where the result goes, and the bias.
+    """
+    return partial(_by_library if _in_library(x, scaling) else _by_real_values, scaling)
+
+
+def _by_library(
+    scaling: Scaling, x: Tensor, right: Tensor, of_x: Tensor, of_w: Tensor,
+    out: Tensor | None = None, bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    _, _, dtype, split, blockwise, _ = scaling
+    if blockwise:
+        blocks = of_x.shape[0]
+        of_x, of_w = of_x.t(), of_w if of_w.shape[0] == blocks else of_w[:blocks]
+    else:
+        of_x, of_w = of_x.reshape(()), of_w.reshape(())
+    inside = None if dtype is torch.float32 else bias  # the library adds none in fp32
+    y = torch._scaled_mm(
+        x, right, of_x, of_w, bias=inside, out_dtype=dtype, use_fast_accum=not split, out=out
+    )
+    return y if inside is bias else y.add_(bias)  # type: ignore[arg-type]
+
+
+def _by_real_values(
+    scaling: Scaling, x: Tensor, right: Tensor, of_x: Tensor, of_w: Tensor,
+    out: Tensor | None = None, bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     if scaling.blockwise:
-        real_x, real_w = dequantized(x, w, scaling)
+        real_x, real_w = dequantized(x, right.t(), scaling._replace(x=of_x, w=of_w.t()))
         y = torch.mm(real_x, real_w.t())
     else:
-        y = torch.mm(x.float(), w.float().t()) * scaling.product()
-    y = (y if bias is None else y + bias.float()).to(dtype)
+        y = torch.mm(x.float(), right.float()) * (of_x.reshape(()) * of_w.reshape(()))
+    y = (y if bias is None else y + bias.float()).to(scaling.out_dtype)
     return y if out is None else out.copy_(y)
 
 
-def _in_library(x: Tensor, scaling: Scaling) -> bool:
+def _in_library(x: Any, scaling: Scaling) -> bool:
     if x.device.type != "cuda":
         return False
     if scaling.blockwise:
         return blocks_refused(x.device, *x.shape) is None
     return torch.cuda.get_device_capability(x.device) >= (8, 9)
-
-
-def _as_in_library(w: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
-    if scaling.blockwise:
-        of_w, blocks = scaling.w, scaling.x.shape[0]
-        return scaling.x.t(), (of_w if of_w.shape[1] == blocks else of_w[:, :blocks]).t()
-    return scaling.x.reshape(()), scaling.w.reshape(())
 
 
 def blocks_refused(device: torch.device, rows: int, K: int) -> str | None:
@@ -155,7 +170,7 @@ def _refusal(device: torch.device, blocks: int) -> str | None:
     )  # fmt: skip
     x, w = (torch.ones(n, blocks * BLOCK, device=device).to(E4M3) for n in (BLOCK, 2 * BLOCK))
     try:
-        torch._scaled_mm(x, w.t(), *_as_in_library(w, scaling), out_dtype=torch.bfloat16)
+        _by_library(scaling, x, w.t(), scaling.x, scaling.w.t())
     except (RuntimeError, ValueError) as error:
         return (
             f"this torch and GPU have no GEMM with blockwise scales: {str(error).splitlines()[0]}"

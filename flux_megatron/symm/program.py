@@ -51,11 +51,11 @@ if TYPE_CHECKING:
 
 
 class Slot:
-    """A contiguous tensor of a call, at the address that `operand` names. `whole`: it is all of x,
-    w, the bias, a scale, or what the call makes, not some rows of it.
+    """A contiguous tensor of a call, at the address that `operand` names: all of x, w, the bias, a
+    scale, or what the call makes, or these `rows` of it.
     """
 
-    whole = True
+    rows: slice | None = None
 
     def __init__(
         self, program: CallProgram, operand: Operand, shape: tuple[int, ...], dtype: torch.dtype
@@ -85,9 +85,11 @@ class Slot:
         """Some rows of a matrix."""
         first, last, _ = rows.indices(self.shape[0])
         columns = self.shape[1]
+        pitch = columns * self.dtype.itemsize
         part = copy(self)
-        part.operand = self.operand.plus(first * columns * self.dtype.itemsize)
-        part.shape, part.whole = (last - first, columns), False
+        part.operand = self.operand.plus(first * pitch)
+        begin = part.operand.add // pitch
+        part.shape, part.rows = (last - first, columns), slice(begin, begin + last - first)
         return part
 
     def new_empty(self, *shape: int, dtype: torch.dtype | None = None) -> Slot:
@@ -96,10 +98,7 @@ class Slot:
     def of(self, call: Any) -> Tensor:
         """The tensor of a call."""
         tensor: Tensor = call.tensors[self._place]
-        if self.whole:
-            return tensor
-        first = tensor.storage_offset() + self.operand.add // self.dtype.itemsize
-        return tensor.as_strided(self.shape, (self.shape[1], 1), first)
+        return tensor if self.rows is None else tensor[self.rows]
 
 
 class RegionSlot(Slot):
@@ -175,6 +174,14 @@ class Torch(NamedTuple):
 
     def run(self, call: Any) -> None:
         self.function(*[slot.of(call) for slot in self.slots])
+
+
+class Transpose(Torch):
+    """`function` transposes."""
+
+    def run(self, call: Any) -> None:
+        for slot in self.slots:
+            call.tensors[slot._place] = self.function(call.tensors[slot._place])
 
 
 Step = Move | Launch | Torch
@@ -318,6 +325,10 @@ class CallProgram:
 
     def torch(self, function: Callable[..., object], *slots: Slot) -> None:
         self.add(Torch(function, slots))
+
+    def transpose(self, *slots: Slot) -> None:
+        """In place of these matrices, later functions of torch's get their transposes."""
+        self.add(Transpose(Tensor.t, slots))
 
     def move(self, method: str, *operands: Operand) -> None:
         """What this method of the copy engine does."""

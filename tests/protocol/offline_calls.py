@@ -97,7 +97,7 @@ from flux_megatron.nn import functions as layers
 from flux_megatron.overlap import calls, fused, low_latency, sequential
 from flux_megatron.overlap.calls import InFlight
 from flux_megatron.problem import Plan, Tile
-from flux_megatron.scaling import Scaling, block_shapes
+from flux_megatron.scaling import block_shapes
 from flux_megatron.symm import agreement, objects, places, workspace
 from flux_megatron.symm import device as devices
 from flux_megatron.symm.cuda_backend import CudaCopyEngine
@@ -112,6 +112,7 @@ launch.supports_tensors = lambda dtype, device: None
 launch.sms = lambda device: SMS
 launch.persistent_grid = lambda device, tiles, spare_sms=0: (min(SMS - spare_sms, tiles),)
 hopper_gemm._refused = lambda *given: None
+sequential._in_library = lambda x, scaling: True
 
 
 @cache
@@ -199,11 +200,11 @@ def by_torch(*operands: torch.Tensor | None, out: torch.Tensor | None = None) ->
     OF_TORCH.append([[[*one.shape], one.stride(), str(one.dtype)] for one in tensors])
 
 
-def scaled_by_torch(x: Any, w: Any, bias: Any, scaling: Scaling, out: Any) -> None:
-    by_torch(x, w, scaling.x, scaling.w, bias, out=out)
+def scaled_by_torch(*operands: Any, bias: Any, out: Any, **options: Any) -> None:
+    by_torch(*operands, bias, out=out)
 
 
-def nothing(*operands: torch.Tensor, out: torch.Tensor | None = None) -> None: ...
+def nothing(*operands: torch.Tensor, **options: Any) -> None: ...
 
 
 def wgrad(gathered: torch.Tensor) -> None:
@@ -314,8 +315,7 @@ def enqueued(call: Call) -> dict[str, Any]:
         mock.patch.multiple(torch.Tensor, new_empty=kept, add_=by_torch, copy_=by_torch),
         mock.patch.object(InFlight, "__init__", noted),
         mock.patch.object(calls, "_at_once", whole),
-        mock.patch.object(torch, "mm", by_torch),
-        mock.patch.object(sequential, "scaled_gemm", scaled_by_torch),
+        mock.patch.multiple(torch, mm=by_torch, _scaled_mm=scaled_by_torch),
     ):
         call()
     shapes = iter(OF_TORCH)
@@ -346,7 +346,7 @@ def host_us(call: Callable[[], object]) -> float:
     takes.
     """
     least = float("inf")
-    with mock.patch.object(torch, "mm", nothing):
+    with mock.patch.multiple(torch, mm=nothing, _scaled_mm=nothing):
         for _ in range(150):
             begin = time.perf_counter()
             for _ in range(100):
@@ -359,7 +359,7 @@ def host_us(call: Callable[[], object]) -> float:
 def new_us(name: str) -> float:
     """What the first call of a number of rows takes, the least of many; kernels are compiled."""
     took = []
-    with mock.patch.object(torch, "mm", nothing):
+    with mock.patch.multiple(torch, mm=nothing, _scaled_mm=nothing):
         for more in range(1, 41):
             call = Call(name, False, 128 * more)
             begin = time.perf_counter()

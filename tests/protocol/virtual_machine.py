@@ -268,14 +268,16 @@ class Machine:
         ):
             yield
 
-    def _enqueued(self, function: Callable[..., None]) -> Callable[..., None]:
-        """The function as one operation of the stream in which a host calls it."""
+    def _enqueued(self, make: Callable[..., Callable[..., Tensor]]) -> Callable[..., object]:
+        """Makes functions that are one operation of the stream in which a host calls them."""
 
-        def enqueue(*given: object) -> None:
-            stream = self.scheduler.current_stream
-            self.scheduler.enqueue(stream, function.__name__, lambda: function(*given))
+        def made(*given: object) -> Callable[..., None]:
+            function, enqueue = make(*given), self.scheduler.enqueue
+            return lambda *operands: enqueue(
+                self.scheduler.current_stream, make.__name__, lambda: function(*operands)
+            )
 
-        return enqueue
+        return made
 
     def _gluon(self) -> Gluon:
         signals = self.package.signals

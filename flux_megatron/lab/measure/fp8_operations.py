@@ -124,7 +124,7 @@ class Layer:
             blocks, rows = self.x_scale.shape
             shards = self.x_scale.new_empty(self.R * blocks, rows)
             dist.all_gather_into_tensor(shards, self.x_scale, group=self.group)
-            self.all_scales = scales_of(shards, self.K, slice(0, len(self.x)))
+            self.all_scales = scales_of(shards, self.K, len(self.x))
 
     def gemm(self) -> Tensor:
         if self.blockwise and self.device.type == "cuda":
