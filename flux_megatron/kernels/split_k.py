@@ -13,10 +13,12 @@ from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.problem import Tile
 
 K_TILES_MIN = 8  # of a part, or a chunk: the time that it takes to fetch or store one
-# What a part costs besides its k-tiles: with 8 three rounds of parts would win where they took 2 to
-# 15 % longer than one of whole tiles (AG+GEMM 4096 x 36864 x 12288 and 512 x 57344 x 8192, 4 x
-# H200, 2026-11-21, torch 2.11, triton 3.6), with 16 two rounds still win (1024 x 10240 x 8192).
-PART_K_TILES = 16
+PART_K_TILES = 16  # what a part costs besides its k-tiles; two rounds of 1024 x 10240 x 8192 win
+# Three rounds of parts took 2 to 15 % longer than one of whole tiles (AG+GEMM 4096 x 36864 x 12288
+# and 512 x 57344 x 8192, 4 x H200, 2026-11-21, torch 2.11, triton 3.6). Our GEMM with them takes
+# 1.02 to 1.20 of the library's time (8192 x 5120 x 12800 and 2304 x 5120 x 13824), other shapes
+# from M = 2048 on .96 to 1.04 (h100x2/beside.jsonl, h200x2/beside.jsonl, gemm_ar.jsonl).
+ROUNDS_MAX = 2
 # Of tiles of 64 rows, whose k-tiles are shorter: 80 of 64 x 128, cut into thirds, took 39 us, whole
 # ones 30 (128 x 5120 x 8192, H200, 2026-11-23, h200/split_k.jsonl).
 LOW_PART_K_TILES = 24
@@ -34,6 +36,11 @@ class SplitK:
     @property
     def split_tiles(self) -> int:
         return self.tiles % self.sms if self.parts > 1 else 0
+
+    @property
+    def rounds(self) -> int:
+        """Of parts, one an SM at a time."""
+        return cdiv(self.split_tiles * self.parts, self.sms)
 
     @property
     def first_part(self) -> int:
@@ -58,8 +65,7 @@ class SplitK:
         """How long the last CTA works, in tiles of `k_tiles` k-tiles; a part costs some more."""
         if self.parts == 1:
             return cdiv(self.tiles, self.sms)
-        rounds = cdiv(self.split_tiles * self.parts, self.sms)
-        return self.tiles // self.sms + rounds * (1 / self.parts + part_k_tiles / k_tiles)
+        return self.tiles // self.sms + self.rounds * (1 / self.parts + part_k_tiles / k_tiles)
 
     def cuts(self, k_tiles: int) -> tuple[int, ...]:
         """Where parts 1, 2, ... of a tile begin, for PARTS_MAX of them."""
@@ -85,4 +91,5 @@ def split_last_wave(tiles: int, k_tiles: int, sms: int, tile: Tile) -> SplitK:
     part_k_tiles = LOW_PART_K_TILES if tile.block_m < 128 else PART_K_TILES
     most = max(1, min(PARTS_MAX, k_tiles // K_TILES_MIN))
     splits = [SplitK(tiles, sms, parts) for parts in range(1, most + 1)]
-    return min(splits, key=lambda one: (one.waves(k_tiles, part_k_tiles), one.partials))
+    few = [one for one in splits if one.rounds <= ROUNDS_MAX]
+    return min(few, key=lambda one: (one.waves(k_tiles, part_k_tiles), one.partials))

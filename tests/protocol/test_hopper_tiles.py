@@ -221,6 +221,12 @@ def test_work_tiles_wait_only_for_parts_that_were_drawn_before():
     assert _waits_for_later_ones(swapped) == [0]
 
 
+@pytest.mark.parametrize(("tiles", "k_tiles"), [(1280, 200), (360, 216)])
+def test_no_tile_is_cut_into_three_rounds_of_parts(tiles, k_tiles):
+    """8192 x 5120 x 12800 and 2304 x 5120 x 13824: 92 and 96 tiles more than whole waves."""
+    assert split_last_wave(tiles, k_tiles, SMS, hopper_config.TILE) == SplitK(tiles, SMS)
+
+
 def test_low_tiles_are_not_cut_into_two_rounds_of_parts():
     """80 tiles of 128 k-tiles, as of 128 x 5120 x 8192; 40 of them are one round of thirds."""
     wide, low = hopper_config.DEEP, hopper_config.LOW[0]
