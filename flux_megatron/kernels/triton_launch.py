@@ -215,17 +215,14 @@ _launchers: Recent[tuple, Launcher] = Recent(4096)
 
 def _kind(tensor) -> Any:
     """What Triton's code depends on of a tensor, a host descriptor or None."""
-    return None if tensor is None else getattr(tensor, "dtype", None) or _block(tensor)
+    if tensor is None:
+        return None
+    return getattr(tensor, "dtype", None) or (tensor.base.dtype, *tensor.block_shape)
 
 
 def _size_class(value: int) -> tuple[bool, bool, bool]:
     """What Triton's code depends on of a number that it specialises."""
     return value == 1, value % 16 == 0, -(1 << 31) <= value < 1 << 31
-
-
-def _block(descriptor) -> tuple:
-    """The same of a host descriptor."""
-    return descriptor.base.dtype, *descriptor.block_shape
 
 
 def _device_of(tensors: Sequence) -> int:
