@@ -13,15 +13,13 @@ from flux_megatron.kernels.gluon_versions import (
     Number,
     Pointer,
     aggregate,
-    reinterpret,
     tma_load,
     tma_store,
 )
-from flux_megatron.kernels.hopper_epilogue import TileTargets
+from flux_megatron.kernels.hopper_epilogue import TileTargets, store_in_slices
 from flux_megatron.kernels.hopper_primitives import (
     MAX_COMM_TILES,
     begin_draw,
-    complete_tma_stores,
     count_acq_rel_gpu,
     end_draw,
     here,
@@ -82,7 +80,10 @@ class GatheringTargets:
         for hops in range(1, sizes.WORLD_SIZE):
             peer = (sizes.rank + hops) % sizes.WORLD_SIZE
             gathered = gl.load(self.gathered_pointers + peer).to(gl.pointer_type(dtype))
-            self._store(gathered + shard, m * sizes.BLOCK_M, n * sizes.BLOCK_N, tile, sizes)
+            store_in_slices(
+                gathered + shard, sizes.M_shard, sizes.N, m * sizes.BLOCK_M, n * sizes.BLOCK_N,
+                tile, self.gathered_desc,
+            )  # fmt: skip
         comm_tile = number // self.tiles_comm
         counter = self.scatter.counters + sizes.rank * MAX_COMM_TILES + comm_tile
         arrivals = min(self.tiles_comm, per_shard - comm_tile * self.tiles_comm)
@@ -92,26 +93,6 @@ class GatheringTargets:
                 peer = (sizes.rank + hops) % sizes.WORLD_SIZE
                 pad = gl.load(self.pad_pointers + peer).to(gl.pointer_type(gl.int32))
                 signal_release_sys(pad, slot, self.signals.epoch)  # signal [A]
-
-    @gluon.jit
-    def _store(self, shard, row, col, tile, sizes):
-        """Store a tile in a shard of a peer's gathered buffer, and wait until it is there.
-
-        One slice of 128 bytes of each row after the other: what an SM has under way over NVLink
-        holds up its own loads. With whole tiles at a time 8192 x 5120 x 4096 takes 593 us, with
-        slices 546 (2 x H200, 2026-11-27, h200x2/trees.jsonl).
-        """
-        desc = self.gathered_desc
-        ROW_BYTES: gl.constexpr = desc.block_type.nbytes // sizes.BLOCK_M
-        SLICES: gl.constexpr = ROW_BYTES // desc.layout.swizzle_byte_width
-        COLUMNS: gl.constexpr = sizes.BLOCK_N // SLICES
-        theirs = tma.make_tensor_descriptor(
-            shard, [sizes.M_shard, sizes.N], [sizes.N, 1], [sizes.BLOCK_M, COLUMNS], desc.layout
-        )
-        slices = reinterpret(tile, desc.dtype, [SLICES, sizes.BLOCK_M, COLUMNS], desc.layout)
-        for i in range(SLICES):
-            tma_store(theirs, [row, col + i * COLUMNS], slices.index(i))
-            complete_tma_stores()
 
     @gluon.jit
     def collect(self, staging, fetched, grid, sizes):

@@ -17,10 +17,11 @@ BY_SM_BYTES = 8 << 20  # that a rank sends to each peer; more goes by copy engin
 FP8_BY_SM_BYTES = 2 << 20
 # GEMM+RS over two ranks makes rows as fast as it pushes them where K is 2,048 (770 TFLOP/s, 370
 # GB/s). Where K is hardly longer, quarters of a shard begin their push soon enough, and halves do
-# not: 266 us instead of 286 at 4096 x 8192 x 2048 beside others. Where it is shorter the link is
-# late in any case, and stores of the SMs beat copy engines beside others: 205 us, not 244, at
-# 8192 x 4096 x 1024. With K >= 4096 they lose by 5 to 16 %. (2 x H200, 2026-11-25,
-# h200x2/held_out.jsonl and short_k.jsonl.)
+# not: 266 us instead of 286 at 4096 x 8192 x 2048 beside others (2 x H200, 2026-11-25,
+# h200x2/held_out.jsonl). Where it is no longer the link may be late in any case, and stores of the
+# SMs beat copy engines: 97 us, not 110, at 1536 x 8192 x 2048, 159, not 171, at 8192 x 4096 x 1024,
+# but 223, not 212, at 4096 x 8192 x 2048. With K >= 4096 they lose by 2 to 3 %. (2 of 4 x H200,
+# 2026-11-27, h200x2/trees.jsonl.)
 SHORT_K, LATE_LINK_K = 4096, 2048
 FEW_ROWS = 1024  # of all ranks: with more no GEMM was fastest with tiles of 64 rows
 # Eight took 1 us less to 2 more where K is 12288, and 19 more at 128 x 5120 x 8192: copies of 128
@@ -104,7 +105,7 @@ def _other_pushes(problem: Problem) -> list[tuple[str, int]]:
         return [("sm", COMM_TILES_MAX), ("copy_engine", 2)]
     if problem.world_size > 2 or problem.K_local > SHORT_K:
         return []
-    by_sm = [("sm", COMM_TILES_MAX)] if problem.K_local < LATE_LINK_K else []
+    by_sm = [("sm", COMM_TILES_MAX)] if problem.K_local <= LATE_LINK_K else []
     return [*by_sm, ("copy_engine", 4)]
 
 
