@@ -314,7 +314,7 @@ def test_rows_in_parts_of_k_are_tried_where_few_rows_have_long_k():
     assert tried(256, 2047) == tried(112, 1024) == tried(2048, 8192) == set()
 
 
-def test_short_sums_over_two_ranks_are_pushed_in_quarters_or_by_sms():
+def test_short_sums_are_pushed_in_quarters_and_few_rows_by_sms():
     def tried(M: int, K_local: int, world_size: int = 2) -> set[tuple[str, int]]:
         """Transports, and communication tiles of a shard."""
         problem = Problem(Pattern.GEMM_RS, M, 8192, world_size * K_local, "bfloat16", world_size)
@@ -322,7 +322,8 @@ def test_short_sums_over_two_ranks_are_pushed_in_quarters_or_by_sms():
         return {(plan.transport, cdiv(problem.M_shard, plan.comm_rows)) for plan in plans}
 
     halves, quarters, by_sm = ("copy_engine", 2), ("copy_engine", 4), ("sm", 8)
-    assert tried(8192, 1024) == {halves, quarters, by_sm}
-    assert tried(8192, 2048) == tried(8192, 4096) == {halves, quarters}
+    assert tried(8192, 1024) == tried(8192, 2048) == {halves, quarters, by_sm}
+    assert tried(8192, 4096) == {halves, quarters}
     assert tried(8192, 6144) == tried(8192, 1024, world_size=4) == {halves}
-    assert tried(1024, 8192) == {halves, by_sm}
+    assert tried(1024, 8192) == tried(2048, 8192) == {halves, by_sm}
+    assert tried(2304, 8192) == {halves}

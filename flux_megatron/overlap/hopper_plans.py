@@ -101,7 +101,9 @@ def _of_fp8(problem: Problem, default: Plan) -> list[Plan]:
 
 def _other_pushes(problem: Problem) -> list[tuple[str, int]]:
     """Transports of GEMM+RS besides the default, with the communication tiles of a shard."""
-    if problem.M_shard <= 512:
+    # 2048 x 5120 x 12800, of 10 MiB, takes 386 us by SMs, 403 by copy engines; 2304 x 5120 x 13824,
+    # of 11, 484 and 475 (2 of 4 x H200, 2026-11-27, h200x2/trees.jsonl)
+    if problem.M_shard * problem.N_local * 2 <= 2 * BY_SM_BYTES:
         return [("sm", COMM_TILES_MAX), ("copy_engine", 2)]
     if problem.world_size > 2 or problem.K_local > SHORT_K:
         return []
