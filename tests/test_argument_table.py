@@ -35,37 +35,6 @@ def test_rows_are_in_order():
     assert [*arguments.table()] == sorted(arguments.table())
 
 
-# whoever changes a verdict changes it here too, with a test of what is right
-REFUSED = """
-    batch-invariant-mode
-    fake-process-group fp4-format fp4-param-gather fp8-output-proj
-    heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path
-    init-model-with-meta-device kitchen-config-file kitchen-recipe-number load-model-opt-format
-    mla-down-proj-fusion retro-add-retriever symmetric-ar-type te-precision-config-file
-    tp-comm-overlap use-grouped-gemm-for-dense-mlp use-grouped-gemm-for-shared-expert
-    use-kitchen-attention use-legacy-models use-torch-fsdp2 use-transformer-engine-op-fuser
-    yaml-cfg
-"""
-UNTRIED = """
-    dataloader-inter-document-masking enable-mhc-connections
-    expert-tensor-parallel-num-weight-shards fine-grained-activation-offloading
-    fused-residual-rmsnorm hybrid-context-parallel inprocess-restart
-    log-max-attention-logit megatron-fsdp-version mlp-chunks-for-training
-    moe-latent-size moe-paged-stash moe-upcycling-granularity
-    moe-use-upcycling
-    mtp-hybrid-override-pattern optimizer-cuda-graph
-    overlap-dispatch-backward-with-experts-wgrad
-    perform-rl-step qk-clip sft tensor-parallel-num-weight-shards
-    use-te-activation-func
-"""
-
-
-@pytest.mark.parametrize(("kind", "names"), [("refused", REFUSED), ("untried", UNTRIED)])
-def test_what_is_refused_and_what_was_never_tried_is_known_by_name(kind, names):
-    found = {row.option for row in arguments.table().values() if row.kind == kind}
-    assert found == {f"--{name}" for name in names.split()}
-
-
 @pytest.mark.parametrize("test", SUPPORTED)
 def test_what_is_supported_names_a_test_that_exists(test):
     assert exists(test)

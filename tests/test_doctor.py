@@ -6,13 +6,12 @@ import contextlib
 import io
 import json
 import os
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
+from without_torch import without_torch
 
 from flux_megatron import doctor, settings
 from flux_megatron.doctor import Finding, Wanted, calls, examine, machine, packages
@@ -44,13 +43,8 @@ def test_this_machine_can_run_the_tests():
 
 
 def test_missing_torch_is_said_and_stops_a_run():
-    blocked = "; ".join(f"sys.modules[{m!r}] = None" for m in ("torch", "triton", "numpy"))
-    code = f"import sys; {blocked}; from flux_megatron import doctor; sys.exit(doctor.main())"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "--json", "-"], capture_output=True, text=True, timeout=60,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr
+    code = "from flux_megatron import doctor; sys.exit(doctor.main())"
+    done = without_torch("--json", "-", code=code, more=("numpy",), expected=1)
     missing = [r["subject"] for r in json.loads(done.stdout) if r["text"] == "not installed"]
     assert {"torch", "numpy"} <= {*missing}
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_simulate import printed, simulate
+from test_simulate import printed
+from without_torch import without_torch
 
 pytest.importorskip("pydantic", reason="needs the extra `launch`")
 
@@ -170,8 +171,7 @@ def test_every_value_has_its_source(tmp_path):
 
 def test_the_command_needs_no_torch(tmp_path):
     file = tmp_path / "all.json"
-    done = simulate(NAME, "--sweep", "--json", str(file))
-    assert done.returncode == 0, done.stderr
+    done = without_torch("simulate", NAME, "--sweep", "--json", file)
     for words in ("shorter by", "about 21 %", "network.bandwidth_gbps = 12.5"):
         assert words in done.stdout
     found = json.loads(file.read_text())

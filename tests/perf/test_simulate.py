@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
+from without_torch import without_torch
 
 from flux_megatron.cli import app
 from flux_megatron.lab.perf import flops
@@ -20,23 +19,11 @@ from flux_megatron.lab.perf.step import Step
 from flux_megatron.lab.simulate import commands, predictions, tables
 
 PCIE = "paper/gpt3-175b_a100-pcie"
-BLOCKED = """
-import sys
-sys.modules["torch"] = sys.modules["triton"] = None  # importing them fails
-from flux_megatron.cli import app
-app()
-"""
-
-
-def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", BLOCKED, "simulate", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_it_runs_without_torch(tmp_path: Path):
     file = tmp_path / "all.json"
-    done = simulate(PCIE, "--json", str(file), "--sweep")
-    assert done.returncode == 0, done.stderr
+    done = without_torch("simulate", PCIE, "--json", file, "--sweep")
     for words in ("tensor-parallel communication", "up to 1.24", "--assumptions lists them",
                   "384 micro-batches", "arXiv 2406.06858", "all of them"):  # fmt: skip
         assert words in done.stdout

@@ -7,15 +7,14 @@ python compile_activation.py FILE    writes JSON: name -> {"ptx", "shared_bytes"
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import compile_norm
 import torch
+from forked_work import write_results
 from recorded_launches import launchers_of, memory
 
 from flux_megatron.kernels import expert_activation as kernels
@@ -41,13 +40,13 @@ def _launchers(dtype: torch.dtype) -> Iterator[tuple[str, Launcher]]:
         yield name, *launchers_of(call)
 
 
-def shipped() -> Iterator[tuple[str, dict]]:
+def shipped() -> Iterator[tuple[str, Callable[[], dict]]]:
     for architecture, dtype in itertools.product((80, 90, 100), compile_norm.SHORT):
         for name, launcher in _launchers(dtype):
-            result = compile_norm.compiled(launcher, architecture, dtype, name)
-            yield f"sm_{architecture} {name} {compile_norm.SHORT[dtype]}", result
+            make = partial(compile_norm.compiled, launcher, architecture, dtype, name)
+            yield f"sm_{architecture} {name} {compile_norm.SHORT[dtype]}", make
 
 
 if __name__ == "__main__":
     with mock.patch.object(launch, "sms", return_value=132):
-        Path(sys.argv[1]).write_text(json.dumps(dict(shipped())))
+        write_results(dict(shipped()), sys.argv[1])

@@ -10,13 +10,10 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import triton  # before our kernels, which would choose the interpreter on a machine without a GPU
 import triton.language as tl
-from compile_kernels import code_of
-from forked_work import write_results
-from triton.backends.nvidia.compiler import CUDABackend
+from compile_source import code_of, source_of, write_ptx
 from triton.compiler import ASTSource
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -65,18 +62,12 @@ def barrier_in_gluon(
 
 
 def compiled(kernel, architecture: int, dtype: str, num_warps: int, **constexprs) -> dict:
-    names = kernel.arg_names
-    if "tiles_slot" in names and num_warps == 8 and dtype == "fp32":
+    if "tiles_slot" in kernel.arg_names and num_warps == 8 and dtype == "fp32":
         constexprs["tiles_slot"] = 1  # as a launch fixes numbers that are 1
     types = {**_TYPES, **dict.fromkeys(_PAYLOAD, f"*{dtype}")}
-    signature = {n: "constexpr" if n in constexprs else types.get(n, "i32") for n in names}
-    aligned = [n for n in names if signature[n].startswith("*") or n in ("M_shard", "N")]
     make = GluonASTSource if isinstance(kernel, gluon._runtime.GluonJITFunction) else ASTSource
-    source = make(
-        fn=kernel, signature=signature, constexprs=constexprs,
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
-    )  # fmt: skip
-    return code_of(source, architecture, {"num_warps": num_warps})
+    source = source_of(kernel, types, constexprs, ("M_shard", "N"), make)
+    return code_of(source, architecture, num_warps=num_warps)
 
 
 def shipped() -> Iterator[tuple[str, Callable[[], dict]]]:
@@ -96,5 +87,4 @@ def shipped() -> Iterator[tuple[str, Callable[[], dict]]]:
 
 
 if __name__ == "__main__":
-    with mock.patch.object(CUDABackend, "make_cubin", return_value=b""):
-        write_results(dict(shipped()), sys.argv[1])
+    write_ptx(dict(shipped()))

@@ -8,18 +8,14 @@ As their launchers fix them, for 2 ranks and tables of D = 128 and of an odd D.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from unittest import mock
 
 import torch
-import triton  # noqa: F401, before our kernels: see `compile_kernels`
-from compile_kernels import code_of
-from forked_work import write_results
+import triton  # noqa: F401, before our kernels: see `compile_source`
+from compile_source import code_of, fixed_by, source_of, write_ptx
 from recorded_launches import launchers_of, memory
-from triton.backends.nvidia.compiler import CUDABackend
-from triton.compiler import ASTSource
 
 from flux_megatron.kernels import embedding_a2a, embedding_gradient, launch
 from flux_megatron.kernels.triton_launch import Launcher
@@ -58,24 +54,13 @@ def _launchers(D: int, mean: bool, dtype: torch.dtype) -> Iterator[tuple[str, La
 
 
 def compiled(launcher: Launcher, architecture: int, dtype: torch.dtype) -> dict:
-    kernel, tile = launcher._kernel, launcher._tile
-    names = kernel.arg_names
-    constants = [p.name for p in kernel.params if p.is_constexpr]
-    values = dict(zip(constants, launcher._fixed[-len(constants) :], strict=True))
-    sizes = launcher._fixed[: -len(constants)]
-    size_names = names[-len(launcher._fixed) : -len(constants)]
+    tile = launcher._tile
+    constants, aligned = fixed_by(launcher)
     types = {**_TYPES, **dict.fromkeys(_PAYLOAD, f"*{SHORT[dtype]}")}
-    if launcher._kernel is embedding_a2a.embedding_a2a_kernel or not values["SCALED"]:
+    if launcher._kernel is embedding_a2a.embedding_a2a_kernel or not constants["SCALED"]:
         types["scales"] = "*i64"
-    signature = {n: "constexpr" if n in values else types.get(n, "i32") for n in names}
-    aligned = [n for n in names if signature[n].startswith("*")]
-    aligned += [n for n, size in zip(size_names, sizes, strict=True) if size % 16 == 0]
-    source = ASTSource(
-        fn=kernel, signature=signature, constexprs=values,
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
-    )  # fmt: skip
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return code_of(source, architecture, options)
+    source = source_of(launcher._kernel, types, constants, aligned)
+    return code_of(source, architecture, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
 def shipped() -> Iterator[tuple[str, Callable[[], dict]]]:
@@ -90,8 +75,5 @@ def shipped() -> Iterator[tuple[str, Callable[[], dict]]]:
 
 
 if __name__ == "__main__":
-    with (
-        mock.patch.object(launch, "sms", return_value=132),
-        mock.patch.object(CUDABackend, "make_cubin", return_value=b""),
-    ):
-        write_results(dict(shipped()), sys.argv[1])
+    with mock.patch.object(launch, "sms", return_value=132):
+        write_ptx(dict(shipped()))

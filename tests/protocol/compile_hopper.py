@@ -8,8 +8,6 @@ order of tiles (`GROUP_M`) is a number in the code: one value stands for all.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import itertools
 import subprocess
 import sys
@@ -21,6 +19,7 @@ from unittest import mock
 
 import torch
 import triton  # before our kernels, which would choose the interpreter on a machine without a GPU
+from compile_source import assembled, fixed_by, source_of
 from forked_work import write_results
 from kept_code import compiled_or_kept
 from recorded_launches import launchers_of, memory
@@ -127,7 +126,7 @@ def _launchers(problem: Problem, plan: Plan) -> Iterator[tuple[str, Launcher]]:
         yield kind, launcher
         return
     launcher = _scattering(problem, plan)
-    short = _constexprs(launcher)["CONFIG"].CHUNKS < WORLD_SIZE - 1 and not problem.scaled
+    short = fixed_by(launcher)[0]["CONFIG"].CHUNKS < WORLD_SIZE - 1 and not problem.scaled
     yield f"{plan.transport}{' short' * short}", launcher
 
 
@@ -171,11 +170,6 @@ def _scattering(problem: Problem, plan: Plan, gathers: bool = False) -> Launcher
         gathering=gathering if gathers else None,
     )  # fmt: skip
     return launchers_of(call)[0]
-
-
-def _constexprs(launcher: Launcher) -> dict[str, object]:
-    names = [param.name for param in launcher._kernel.params if param.is_constexpr]
-    return dict(zip(names, launcher._fixed[-len(names) :], strict=True))
 
 
 def shipped() -> dict[str, Configuration]:
@@ -295,7 +289,7 @@ def _type(name: str, configuration: Configuration) -> str:
     if key in _BLOCKS:
         tile = configuration.launcher._tile
         sides = {**asdict(tile), "slice": hopper_config.SLICE_COLUMNS}
-        config = _constexprs(configuration.launcher)["CONFIG"]
+        config = fixed_by(configuration.launcher)[0]["CONFIG"]
         sides["group"] = tile.block_m // getattr(config, "GROUPS", 1)
         block = [sides[side] for side in _BLOCKS[key]]
         layout = gl.NVMMASharedLayout.get_default_for(block, gl_dtype)
@@ -306,35 +300,25 @@ def _type(name: str, configuration: Configuration) -> str:
 def compiled(configuration: Configuration) -> dict:
     """What Triton makes of it, and what the assembler says."""
     launcher = configuration.launcher
-    names, constexprs = launcher._kernel.arg_names, _constexprs(launcher)
+    names, (constexprs, _) = launcher._kernel.arg_names, fixed_by(launcher)
     if not configuration.name.startswith("gemm_ar"):
         constexprs |= dict.fromkeys(_OF_GEMM_AR & {*names} if "gather_pad" in names else ())
-    types = {n: "constexpr" if n in constexprs else _type(n, configuration) for n in names}
+    types = {n: _type(n, configuration) for n in names if n not in constexprs}
     specialised = {one.name for one in launcher._kernel.params if not one.do_not_specialize}
     sizes = {"M_shard", "N", "K"} & specialised
-    aligned = [n for n in names if types[n].startswith("*") or n in sizes]
-    source = GluonASTSource(
-        fn=launcher._kernel,
-        signature=types,
-        constexprs=constexprs,
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
-    )
+    source = source_of(launcher._kernel, types, constexprs, sizes, GluonASTSource)
     options = {"num_warps": launcher._tile.num_warps}
-    return compiled_or_kept(source, _SM_90, options, lambda: _assembled(source, options))
 
+    def make() -> dict:
+        result, log = assembled(source, _SM_90, options)
+        return {
+            "ptx": result.asm["ptx"],
+            "shared_bytes": result.metadata.shared,
+            "ptxas": log,
+            "sass": disassembled(result.asm["cubin"]),
+        }
 
-def _assembled(source: GluonASTSource, options: dict) -> dict:
-    log = io.StringIO()
-    with contextlib.redirect_stdout(log), mock.patch.object(
-        triton.knobs.nvidia, "dump_ptxas_log", True
-    ):  # fmt: skip
-        result = triton.compile(source, target=_SM_90, options=options)
-    return {
-        "ptx": result.asm["ptx"],
-        "shared_bytes": result.metadata.shared,
-        "ptxas": log.getvalue(),
-        "sass": disassembled(result.asm["cubin"]),
-    }
+    return compiled_or_kept(source, _SM_90, options, make)
 
 
 def disassembled(cubin: bytes) -> str:

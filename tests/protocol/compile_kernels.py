@@ -3,27 +3,20 @@
     python compile_kernels.py FILE    writes JSON: name -> {"ptx": ..., "shared_bytes": ...}
 
 Compiled are all kernels in all configurations that the strategies ship, for sm_80 and sm_90, those
-of one type for sm_100, and the broken kernels that the checks must reject. Nothing is assembled:
-the checks read PTX.
+of one type for sm_100, and the broken kernels that the checks must reject.
 """
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from unittest import mock
 
 import torch
-import triton  # before our kernels, which would choose the interpreter on a machine without a GPU
+import triton  # noqa: F401, before our kernels: see `compile_source`
 from broken_kernels import BROKEN
-from forked_work import write_results
-from kept_code import compiled_or_kept
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
-from triton.compiler import ASTSource
+from compile_source import code_of, source_of, write_ptx
 
 from flux_megatron.kernels.ag_gemm import ag_gemm_kernel
 from flux_megatron.kernels.gemm_rs import gemm_rs_kernel
@@ -38,8 +31,6 @@ SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3f
 _WIDE = ("float32", "bfloat16", "float16")
 ARCHITECTURES = {80: _WIDE, 90: _WIDE, 100: ("bfloat16",)}
 FP8_ARCHITECTURES = (89, 90)
-# What a launch says of sizes that are multiples of 16, and of pointers: else nothing is pipelined.
-_ALIGNED_NUMBERS = ("M_shard", "N", "K")
 _TYPES = {
     **dict.fromkeys(("timeout_ns", "half_words"), "i64"),
     **dict.fromkeys(("pad", "status", "counters", "work_counter", "entries", "flag"), "*i32"),
@@ -57,43 +48,8 @@ def compiled(kernel, architecture: int, dtype: str, tile: Tile, **constexprs) ->
     types = {**_TYPES, **dict.fromkeys(_PAYLOAD, f"*{SHORT[dtype]}")}
     if dtype == "float8_e4m3fn":
         types |= dict.fromkeys(_RESULTS, "*bf16")
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in constexprs else types.get(n, "i32") for n in names}
-    aligned = [n for n in names if signature[n].startswith("*") or n in _ALIGNED_NUMBERS]
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs=constexprs,
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
-    )
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return code_of(source, architecture, options)
-
-
-def layouts_of(instruction: str, ttgir: str) -> list[str]:
-    """The layout of each piece of inline assembly that has the instruction, as Triton writes it:
-    which elements a thread and a warp have.
-    """
-    called = (
-        rf'elementwise_inline_asm "[^"]*{re.escape(instruction)}[^"]*".*-> tensor<[^,]*, (#\w+)>'
-    )
-    defined = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
-    return sorted(defined[name] for name in re.findall(called, ttgir))
-
-
-def code_of(source: ASTSource, architecture: int, options: dict) -> dict:
-    """The PTX, compiled or kept, and the shared memory that it needs."""
-    target = GPUTarget("cuda", architecture, 32)
-
-    def make() -> dict:
-        result = triton.compile(source, target=target, options=options)
-        return {
-            "ptx": result.asm["ptx"],
-            "shared_bytes": result.metadata.shared,
-            "word_stores": layouts_of("st.relaxed.sys", result.asm["ttgir"]),
-        }
-
-    return compiled_or_kept(source, target, options, make)
+    source = source_of(kernel, types, constexprs, ("M_shard", "N", "K"))
+    return code_of(source, architecture, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
 def shipped_tiles(architecture: int, dtype: str) -> set[Tile]:
@@ -162,7 +118,7 @@ def scaled(architecture: int) -> Iterator[tuple[str, Callable[[], dict]]]:
     yield f"sm_{architecture} gemm_rs fp8 nt", partial(make, gemm_rs_kernel, **common)
 
 
-def main(path: str) -> None:
+def main() -> None:
     work = {}
     for architecture in FP8_ARCHITECTURES:
         work |= dict(scaled(architecture))
@@ -171,9 +127,8 @@ def main(path: str) -> None:
     tile = Tile(num_warps=4, num_stages=1)
     for name, (kernel, constexprs) in BROKEN.items():
         work[name] = partial(compiled, kernel, 90, "bfloat16", tile, **constexprs)
-    with mock.patch.object(CUDABackend, "make_cubin", return_value=b""):
-        write_results(work, path)
+    write_ptx(work)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -30,11 +30,23 @@ class BagsCase:
     captured: bool = False  # two calls of three are replays of a graph
     ctas: int = 3
 
-    def __str__(self) -> str:
-        return (
-            f"{' '.join(self.steps)} of {self.tables} tables, {self.samples} samples in slices of "
-            f"{self.slice_samples}" + " captured" * self.captured
-        )
+    def run(self, package: PackageCopy, schedule: Schedule) -> Scheduler:
+        """`Deadlock`, `OutOfBounds` or `WrongResult` unless every rank has the reference's."""
+        operands, ranks = Operands(self), range(len(self.tables))
+        machine = Machine(package, len(ranks), self.ctas, (package.fused_bags.CHANNEL,))
+        hosts = [Host(self, operands, machine, rank) for rank in ranks]
+        tile = package.problem.Tile(self.block, 4, num_warps=4)
+        with mock.patch.object(package.fused_bags.pooling, "tile_of", return_value=tile):
+            scheduler = machine.run(schedule, lambda rank: hosts[rank].run())
+        for call in range(self.calls):
+            expected = operands.expected(call)
+            for host in hosts:
+                for step in self.steps:
+                    wrong = int((host.results[step, call] != expected[step][host.rank]).sum())
+                    if wrong:
+                        where = f"{step} of call {call} on rank {host.rank}"
+                        raise WrongResult(f"{where}: {wrong} elements are wrong")
+        return scheduler
 
 
 class Operands:
@@ -105,23 +117,3 @@ class Host:
             results["backward"] = fused.backward(self.dy, *bags, space, slices, 2)
             self.dy.fill_(float("nan"))
         return results
-
-
-def run(case: BagsCase, package: PackageCopy, schedule: Schedule) -> Scheduler:
-    """`Deadlock`, `OutOfBounds` or `WrongResult` unless every rank has computed the reference."""
-    operands = Operands(case)
-    channels = (package.fused_bags.CHANNEL,)
-    machine = Machine(package, len(case.tables), case.ctas, channels)
-    hosts = [Host(case, operands, machine, rank) for rank in range(len(case.tables))]
-    tile = package.problem.Tile(case.block, 4, num_warps=4)
-    with mock.patch.object(package.fused_bags.pooling, "tile_of", return_value=tile):
-        scheduler = machine.run(schedule, lambda rank: hosts[rank].run())
-    for call in range(case.calls):
-        expected = operands.expected(call)
-        for host in hosts:
-            for step in case.steps:
-                wrong = int((host.results[step, call] != expected[step][host.rank]).sum())
-                if wrong:
-                    where = f"{step} of call {call} on rank {host.rank}"
-                    raise WrongResult(f"{where}: {wrong} elements are wrong")
-    return scheduler

@@ -1,8 +1,9 @@
 """Broken copies of the package, each with one change of its source, that the tests must catch.
 
-`mutants.diff` lists them. Each has a name, a case that it is run with, a file, and a hunk, or some
-between lines of `@@`. The lines that a hunk finds (context and minus) must occur exactly once in
-that file, so a mutant that has gone stale is an error.
+`mutants.diff`, `signalled_expert_mutants.diff` and `embedding_mutants.diff` list them. Each has a
+name, a case that it is run with, a file, and a hunk, or some between lines of `@@`. The lines that
+a hunk finds (context and minus) must occur exactly once in that file, so a mutant that has gone
+stale is an error.
 
 | idea | why it must be caught |
 | --- | --- |
@@ -22,8 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from embedding_ranks import BagsCase
 from expert_cases import ExpertCase
 from protocol_cases import Case
+from signalled_expert_cases import BandCase
 from virtual_machine import Mutation
 
 _THREE = {"world_size": 3, "rows": (9, 9, 9), "N": 16, "comm_rows": 5}
@@ -118,6 +121,16 @@ CASES = {
     "hopper back, reverse": ExpertCase("combine", calls=1, most=9, hopper=True, reverse=True),
     "hopper back": ExpertCase("combine", hopper=True),
     "hopper back, 3 ranks": ExpertCase("combine", 3, experts=1, most=12, hopper=True),
+    "signalled a2a": BandCase("dispatch", experts=3, calls=2, most=12),
+    "signalled back": BandCase("combine", experts=3, calls=2, most=12),
+    "signalled back, 3 ranks": BandCase("combine", 3, calls=2, most=9, bands=3),
+    "signalled experts": BandCase("both", 3, experts=1, most=9, bands=2),
+    "bags": BagsCase(("forward",)),
+    "gradients of bags": BagsCase(("backward",)),
+    "both of bags": BagsCase(),
+    "bags, 3 ranks": BagsCase(tables=(1, 2, 1), samples=2, slice_samples=1, calls=2),
+    "captured bags": BagsCase(samples=3, calls=4, captured=True),
+    "bags, one slice": BagsCase(("forward",), samples=4, slice_samples=4, block=4, ctas=1),
     "two shots": Case("ar", rows=(9, 9, 9), N=16),
     "words": Case("ar", **_WORDS),
     "words of many tiles": Case("ar", **{**_WORDS, "N": 96, "rows": (1, 1)}, ctas=6),
@@ -133,7 +146,7 @@ CASES = {
 @dataclass(frozen=True)
 class Mutant:
     name: str
-    case: Case | ExpertCase
+    case: Case | ExpertCase | BagsCase
     mutation: Mutation
 
     def __str__(self) -> str:
@@ -163,7 +176,9 @@ def _text(lines: list[str]) -> str:
     return "\n" + "".join(f"{line}\n" for line in lines)
 
 
+HERE = Path(__file__).parent
 MUTANTS = [
     Mutant(title, CASES[case], mutation)
-    for title, case, mutation in hunks(Path(__file__).with_name("mutants.diff"), "case")
+    for name in ("mutants", "signalled_expert_mutants", "embedding_mutants")
+    for title, case, mutation in hunks(HERE / f"{name}.diff", "case")
 ]

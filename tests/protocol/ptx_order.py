@@ -11,7 +11,10 @@ import copy
 import operator
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from functools import cache
+
+import pytest
 
 BARRIER = r"bar\.sync|barrier(\.cta)?\.sync"
 RELEASE = r"(atom|red|st)\.(global\.sys\.release|global\.release\.sys|release\.sys)"
@@ -249,3 +252,13 @@ def _in_the_spin(ptx: Ptx, poll: int, pattern: str) -> list[int]:
         one for one in ptx.find(pattern)
         if ptx.reach(poll, {one}, others) and ptx.reach(one, {poll}, others)
     ]  # fmt: skip
+
+
+def check_needed(
+    check: Callable[[Ptx], None], ptx: str, found: str, reason: str, put: str = ""
+) -> None:
+    """The check fails for the reason once all instructions of a kind are gone, or are `put`."""
+    broken = re.sub(found if put else rf"({found})[^;\n]*", put, ptx)
+    assert broken != ptx, f"there is no {found}"
+    with pytest.raises(Misordered, match=reason):
+        check(Ptx(broken))

@@ -37,11 +37,6 @@ DEVICE_MUTANTS = [
 OF_KERNELS = {file.name for file in KERNELS.values()}
 
 
-@pytest.fixture(scope="module")
-def package() -> PackageCopy:
-    return PackageCopy("flux_megatron")
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_exact(package, case):
     for schedule in STANDARD[::2]:

@@ -1,5 +1,5 @@
-"""The protocol of expert parallelism under every standard schedule. Its mutants, and captured
-calls, are in `mutants.diff` and `mutants.py`.
+"""The protocol of expert parallelism under every standard schedule. Its mutants, captured
+calls, and those of `signalled`, are in `mutants.py`.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import pytest
 from expert_cases import ExpertCase
 from interpreted_access import needs_interpreter
-from virtual_machine import PackageCopy
 from virtual_ranks import STANDARD
 
 pytestmark = needs_interpreter
@@ -19,11 +18,6 @@ CASES = [
     ExpertCase("combine", experts=3, calls=1, most=9, tma=True, reverse=True),
     ExpertCase("both", 4, experts=1, calls=2, most=9),
 ]
-
-
-@pytest.fixture(scope="module")
-def package() -> PackageCopy:
-    return PackageCopy("flux_megatron")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

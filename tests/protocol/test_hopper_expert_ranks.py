@@ -7,7 +7,6 @@ from __future__ import annotations
 import pytest
 from expert_cases import ExpertCase
 from interpreted_access import needs_interpreter
-from virtual_machine import PackageCopy
 from virtual_ranks import STANDARD, Schedule
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
@@ -23,11 +22,6 @@ HELD = [
     Schedule(f"{resident} resident", "random", seed, resident, any_order=True)
     for seed, resident in enumerate((1, 1, 2))
 ]
-
-
-@pytest.fixture(scope="module")
-def package() -> PackageCopy:
-    return PackageCopy("flux_megatron")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -8,7 +8,7 @@ import re
 import subprocess
 
 import pytest
-from compiled_apart import compiled_by, named
+from compiled_apart import named
 from compiler_versions import SPILLED, SPILLED_BYTES_MAX, assembler
 from hopper_order import (
     CHECKS,
@@ -20,18 +20,14 @@ from hopper_order import (
     check_stages,
     check_staging_tile,
 )
-from ptx_order import Misordered, Ptx, parsed
+from ptx_order import Misordered, Ptx, check_needed, parsed
 
+SCRIPT = "compile_hopper.py"
 pytestmark = pytest.mark.timeout(900)  # all is compiled before the first, on two cores
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 SHARED_BYTES_MAX = 227 * 1024
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> dict[str, dict]:
-    return compiled_by("compile_hopper.py", tmp_path_factory.mktemp("ptx"))
 
 
 def first_of(compiled: dict[str, dict], *words: str, field: str = "ptx") -> str:
@@ -230,10 +226,7 @@ AWAITED = r"ld\.global\.gpu\.acquire"
 def test_each_instruction_is_needed(compiled, kernel, check, removed, reason):
     """The shipped kernel less all instructions of one kind."""
     ptx = first_of(compiled, *kernel.split(), "bfloat16", "nt", "128x256")
-    broken = re.sub(rf"{removed}[^;\n]*", "", ptx)
-    assert broken != ptx, f"there is no {removed}"
-    with pytest.raises(Misordered, match=reason):
-        check(Ptx(broken))
+    check_needed(check, ptx, removed, reason)
 
 
 def test_a_fetched_tile_is_read_by_all_before_it_is_given_back(compiled):

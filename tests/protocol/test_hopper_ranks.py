@@ -11,7 +11,6 @@ import torch
 from interpreted_access import needs_interpreter
 from mutants import CASES as CASES_OF_MUTANTS
 from protocol_cases import Case, run
-from virtual_machine import PackageCopy
 from virtual_ranks import STANDARD, Schedule
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
@@ -77,11 +76,6 @@ HELD = [
     Schedule(f"{resident} resident", "random", seed, resident, any_order=True)
     for seed, resident in enumerate((1, 1, 2, 4))
 ]
-
-
-@pytest.fixture(scope="module")
-def package() -> PackageCopy:
-    return PackageCopy("flux_megatron")
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,12 @@ import pytest
 from expert_cases import ExpertCase
 from interpreted_access import needs_interpreter
 from protocol_cases import Case
-from virtual_machine import PackageCopy
 from virtual_ranks import Schedule
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 pytestmark = needs_interpreter
 LATE = Schedule("one rank late", "random", seed=3, resident=2, any_order=True, late=True)
-
-
-@pytest.fixture(scope="module")
-def package() -> PackageCopy:
-    return PackageCopy("flux_megatron")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])

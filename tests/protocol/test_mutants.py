@@ -16,7 +16,7 @@ import pytest
 from emulated_memory import Misuse
 from interpreted_access import needs_interpreter
 from memory_checker import OutOfBounds
-from mutants import MUTANTS, Mutant
+from mutants import CASES, MUTANTS, Mutant
 from protocol_cases import WrongResult
 from virtual_machine import PackageCopy, mutated
 from virtual_ranks import STANDARD, Deadlock, Schedule
@@ -58,11 +58,10 @@ def test_names_are_unique():
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
 
 
-@pytest.mark.parametrize("case", sorted({mutant.case for mutant in MUTANTS}, key=str), ids=str)
-def test_unmutated_package_passes(case):
-    package = PackageCopy("flux_megatron")
+@pytest.mark.parametrize("case", CASES)
+def test_unmutated_package_passes(package, case):
     for schedule in STANDARD:
-        case.run(package, schedule)
+        CASES[case].run(package, schedule)
 
 
 def print_table() -> None:

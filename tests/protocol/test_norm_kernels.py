@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compiled_apart import compiled_by, named
+from compiled_apart import named
 from interpreted_access import needs_interpreter
 from memory_checker import checked_launches
 from ptx_order import Ptx
@@ -16,6 +16,7 @@ from triton.runtime.errors import InterpreterError
 
 from flux_megatron.kernels import norm
 
+SCRIPT = "compile_norm.py"
 SHARED_BYTES_MAX = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
 WIDE_LOAD = r"ld\.global\.\S*v4|cp\.async\.c[ag]\.shared\.global.*, 0x10,"
 
@@ -44,11 +45,6 @@ def test_only_its_arguments_are_touched(M, N, center):
 def test_a_row_too_few_is_noticed():
     with checked_launches(), pytest.raises(InterpreterError, match="past the end of argument dy"):
         launch(70, 100, True, cut=1)
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> dict[str, dict]:
-    return compiled_by("compile_norm.py", tmp_path_factory.mktemp("ptx"))
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])

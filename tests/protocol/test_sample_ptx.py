@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import pytest
-from compiled_apart import compiled_by, named
+from compiled_apart import named
 from hopper_order import CHECKS as HOPPER_CHECKS
 from ptx_order import (
     check_acquire,
@@ -18,6 +18,7 @@ from ptx_order import (
 
 from flux_megatron.kernels import hopper_gemm
 
+SCRIPT = "compile_sample.py"
 pytestmark = pytest.mark.timeout(900)
 
 CHECKS = {
@@ -29,11 +30,6 @@ CHECKS = {
     "rank_barrier": [check_bounded, check_gives_up],
 }
 HOPPER = {"ag_gemm", "gemm_rs", "gemm_ar", "signalled", "a2a_gemm", "gemm_a2a"}
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> dict[str, dict]:
-    return compiled_by("compile_sample.py", tmp_path_factory.mktemp("ptx"))
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])

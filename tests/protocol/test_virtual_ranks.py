@@ -55,11 +55,6 @@ CAPTURED = [
 ] + [Case("ar", "pipelined", 3, rows=SIX, N=16, comm_rows=5, captured=True)]
 
 
-@pytest.fixture(scope="module")
-def package() -> PackageCopy:
-    return PackageCopy("flux_megatron")
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_ranks(package, case):
     for schedule in STANDARD:

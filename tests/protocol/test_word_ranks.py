@@ -44,11 +44,6 @@ CASES += [
 ONE_BY_ONE = Schedule("one by one", "random", seed=4, resident=1, any_order=True)
 
 
-@pytest.fixture(scope="module")
-def package() -> PackageCopy:
-    return PackageCopy("flux_megatron")
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_schedule(package, case):
     for schedule in (*STANDARD, ONE_BY_ONE):
