@@ -176,6 +176,7 @@ ROWS = [
     (f"{TINY} --env WORD", "--env ['WORD'] given, KEY=VALUE expected"),
     (f"{TINY} --arm nope", "arms ['nope'] given, some of"),
     (f"{TINY} --arm te", "arms ['te'] given, some of ['megatron'"),
+    (f"{TINY} --set parallel.tp", "key=value expected"),
     (f"{TINY} --set training.steps=-1", "training.steps: Input should be greater than 0, -1 given"),
     (f"{TINY} --site none.yaml", "none.yaml: No such file"),
     (f"{TINY} --site torn.yaml", "torn.yaml: not YAML"),

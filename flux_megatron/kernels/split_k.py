@@ -15,9 +15,8 @@ from flux_megatron.problem import Tile
 K_TILES_MIN = 8  # of a part, or a chunk: the time that it takes to fetch or store one
 PART_K_TILES = 16  # what a part costs besides its k-tiles; two rounds of 1024 x 10240 x 8192 win
 # Three rounds of parts took 2 to 15 % longer than one of whole tiles (AG+GEMM 4096 x 36864 x 12288
-# and 512 x 57344 x 8192, 4 x H200, 2026-11-21, torch 2.11, triton 3.6). Our GEMM with them takes
-# 1.02 to 1.20 of the library's time (8192 x 5120 x 12800 and 2304 x 5120 x 13824), other shapes
-# from M = 2048 on .96 to 1.04 (h100x2/beside.jsonl, h200x2/beside.jsonl, gemm_ar.jsonl).
+# and 512 x 57344 x 8192, 4 x H200, 2026-11-21, torch 2.11, triton 3.6); GEMM+RS 2304 x 5120 x 13824
+# 524 us, whole tiles 497 (2 x H200, 2026-11-27, h200x2/trees.jsonl).
 ROUNDS_MAX = 2
 # Of tiles of 64 rows, whose k-tiles are shorter: 80 of 64 x 128, cut into thirds, took 39 us, whole
 # ones 30 (128 x 5120 x 8192, H200, 2026-11-23, h200/split_k.jsonl).

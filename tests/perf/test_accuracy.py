@@ -30,6 +30,7 @@ def predicted_ms(row):
         "training.global_batch": batch * (row.get("micro_batches") or 1),
         "model.seq_length": row["seq_length"],
         "model.layers": row["layers"],
+        "training.flash_attention": row.get("transformer_impl") != "local",
     }
     family = row["model"].removesuffix(f"-{row['layers']}-layers")
     (name,) = (name for name in names() if name.startswith(f"node/{family}-"))
