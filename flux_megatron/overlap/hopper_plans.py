@@ -20,8 +20,8 @@ FP8_BY_SM_BYTES = 2 << 20
 # not: 266 us instead of 286 at 4096 x 8192 x 2048 beside others (2 x H200, 2026-11-25,
 # h200x2/held_out.jsonl). Where it is no longer the link may be late in any case, and stores of the
 # SMs beat copy engines: 97 us, not 110, at 1536 x 8192 x 2048, 159, not 171, at 8192 x 4096 x 1024,
-# but 223, not 212, at 4096 x 8192 x 2048. With K >= 4096 they lose by 2 to 3 %. (2 of 4 x H200,
-# 2026-11-27, h200x2/trees.jsonl.)
+# but 223, not 212, at 4096 x 8192 x 2048. With K >= 4096 and more than 10 MiB a peer they take .99
+# to 1.05 of the time. (2 of 4 x H200, 2026-11-27, h200x2/trees.jsonl.)
 SHORT_K, LATE_LINK_K = 4096, 2048
 FEW_ROWS = 1024  # of all ranks: with more no GEMM was fastest with tiles of 64 rows
 # Eight took 1 us less to 2 more where K is 12288, and 19 more at 128 x 5120 x 8192: copies of 128

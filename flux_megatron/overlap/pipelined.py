@@ -101,7 +101,7 @@ def _multiply(
         if p.scaling is None:
             p.torch(_gemm_nt if p.layout == "nt" else _gemm, x, p.w, out)
             return
-        x_scale = x_scale or p.scaling.x
+        x_scale = p.scaling.x if x_scale is None else x_scale
         gemm = _scaled_gemm(p, x, x_scale, rows)
         given: Any = x, p.w, x_scale, p.scaling.w, out, bias
         p.torch(gemm, *(one for one in given if one is not None))

@@ -177,7 +177,7 @@ class Torch(NamedTuple):
 
 
 class Transpose(Torch):
-    """`function` transposes."""
+    """What `function`, a transpose, makes of a slot's tensor stands in its place from then on."""
 
     def run(self, call: Any) -> None:
         for slot in self.slots:
