@@ -327,3 +327,13 @@ def test_short_sums_are_pushed_in_quarters_and_few_rows_by_sms():
     assert tried(8192, 6144) == tried(8192, 1024, world_size=4) == {halves}
     assert tried(1024, 8192) == tried(2048, 8192) == {halves, by_sm}
     assert tried(2304, 8192) == {halves}
+
+
+def test_the_sms_push_small_results_and_of_fp8_only_half_as_much():
+    def pushes(dtype: str, M: int) -> str:
+        given = {"out_dtype": "bfloat16"} if dtype.startswith("float8") else {}
+        problem = Problem(Pattern.GEMM_RS, M, 4096, 16384, dtype, 2, **given)
+        return hopper.default_plan(problem).transport
+
+    assert pushes("bfloat16", 2048) == pushes("float8_e4m3fn", 1024) == "sm"
+    assert pushes("bfloat16", 2050) == pushes("float8_e4m3fn", 1026) == "copy_engine"

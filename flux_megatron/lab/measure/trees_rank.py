@@ -101,7 +101,7 @@ class Rank:
 
     def check(self, case: str) -> dict:
         call, expected = self.made[case]
-        return {"exact": all(torch.equal(call(), expected) for _ in range(3))}
+        return {"exact": all([torch.equal(call(), expected) for _ in range(3)])}
 
     def renew(self) -> dict:
         gpu_run.fill_random(*self.operands)
