@@ -18,6 +18,7 @@ from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops, settings
+from flux_megatron.expert_parallel.ops import a2a_gemm
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.overlap import fused, signalled, transfer
 from flux_megatron.problem import Plan, Tile
@@ -64,6 +65,21 @@ def test_memory_is_released_on_request_and_taken_again(rank):
     assert workspaces() == []
     flux_megatron.release(group)  # has none: nothing to do
     check(GATHER, other)
+
+
+@pytest.mark.parametrize("strategy", ["fused", "signalled"])
+@on_device_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
+def test_experts_take_memory_again_after_a_release(rank):
+    group = dist.group.WORLD
+    x, w = torch.ones(6, 8, device=here()), torch.ones(1, 4, 8, device=here())
+    counts = torch.full((2, 1), 3, dtype=torch.int32, device=here())
+    for _ in range(2):
+        y, _ = a2a_gemm(x, w, counts, group, capacity=6)
+        assert torch.equal(y, torch.full_like(y, 8))
+        space = workspace(group, here())
+        assert space.channels or space.kept
+        flux_megatron.release()
+        assert (space.channels, space.kept) == ({}, {})
 
 
 @on_device_ranks(2)

@@ -7,6 +7,7 @@ have in common is asked once for each new kind of call; the number of a rank's r
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -63,6 +64,8 @@ def decide(
         with space.guard():
             space.agreed[key] = _agreed(operation, x, w, capacity, layout, plan, space)
     choice: Choice[Strategy] = space.agreed[key]
+    if choice.workspace is not space:  # it was agreed on before a `release`
+        choice = space.agreed[key] = replace(choice, workspace=space)
     space.note(choice.description)
     return choice
 
