@@ -76,7 +76,8 @@ def test_a_finished_run_stands_beside_the_paper(finished, tmp_path):
     tokens = workload.model.seq_length * workload.training.global_batch
     assert arm["tokens_per_second"] == pytest.approx(tokens / arm["step"]["median"])
     assert arm["mfu"] == pytest.approx(flops.mfu(workload, arm["step"]["median"]))
-    assert all(word in output for word in ("up to 1.24", "flux over megatron", "within"))
+    shown = ("128 x A100-PCIE-80GB", "up to 1.24", "flux over megatron", "within")
+    assert all(word in output for word in shown)
 
 
 def test_repeats_are_compared_pair_by_pair(tmp_path, experiment):
@@ -191,6 +192,7 @@ def test_a_training_of_ours(tmp_path):
     (speedup,) = found.speedups
     assert speedup.speedup.verdict == "not significant"
     assert found.arms[0]["flux"].mfu is None  # nobody knows a CPU's peak
+    assert found.plain()["machine"] == "4 ranks on a CPU, kernels interpreted"
     assert "DIFFERENT" in invoke(folder)[1]
     assert "within" in invoke(folder, "--loss-bound", "0.002")[1]
 
