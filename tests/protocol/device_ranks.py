@@ -14,7 +14,7 @@ import torch
 from own_kernel_cases import EPS, SCRIPTS, exact_shard, exact_weight, expected
 from protocol_cases import WrongResult
 from torch import Tensor
-from virtual_machine import Machine, Mutation, PackageCopy
+from virtual_machine import Machine, PackageCopy
 from virtual_ranks import Schedule, Scheduler
 
 KERNELS = {
@@ -35,15 +35,17 @@ class OwnCase:
     ctas: int = 3
     last_epoch: int = 0  # of the calls before
 
+    def run(self, package: PackageCopy, schedule: Schedule) -> Scheduler:
+        return run(self, package, schedule)
 
-def loaded(
-    kernel: str, package: PackageCopy, mutation: Mutation | None, folder: Path
-) -> ModuleType:
-    """The file of a kernel as a module that uses this copy of the package."""
+
+def loaded(kernel: str, package: PackageCopy, folder: Path) -> ModuleType:
+    """The file of a kernel, or its mutant, as a module that uses this copy of the package."""
     name = package.workspace.__name__.split(".")[0]
     source = KERNELS[kernel].read_text()
-    if mutation is not None and mutation.path == KERNELS[kernel].name:
-        source = mutation.apply(source)
+    if package.mutation is not None:
+        assert package.mutation.path == KERNELS[kernel].name
+        source = package.mutation.apply(source)
     source = source.replace("flux_megatron.device import", "flux_megatron.device.host import")
     file = folder / f"{name}_{kernel}.py"
     file.write_text(source.replace("flux_megatron", name))
@@ -98,9 +100,7 @@ def right(case: OwnCase, call: int, rank: int) -> Tensor:
     return expected(shards, exact_weight(N, torch.float32), EPS)
 
 
-def run(
-    case: OwnCase, package: PackageCopy, schedule: Schedule, mutation: Mutation | None = None
-) -> Scheduler:
+def run(case: OwnCase, package: PackageCopy, schedule: Schedule) -> Scheduler:
     """`Deadlock`, `OutOfBounds` or `WrongResult` unless every rank has computed the reference."""
     host = importlib.import_module(f"{package.workspace.__name__.split('.')[0]}.device.host")
     machine = Machine(package, case.world_size, case.ctas, (f"kernel {case.kernel}",))
@@ -115,7 +115,7 @@ def run(
             host, "workspace", lambda group, device: machine.workspaces[group.rank()]
         ),
     ):
-        module = loaded(case.kernel, package, mutation, Path(folder))
+        module = loaded(case.kernel, package, Path(folder))
         module.SLOTS = SLOTS
         hosts = [Host(case, module, machine, rank) for rank in range(case.world_size)]
         scheduler = machine.run(schedule, lambda rank: hosts[rank].run())

@@ -74,6 +74,8 @@ class Mutation:
 class PackageCopy:
     """The modules of the package as they are now, by their last name: `package.transfer`."""
 
+    mutation: Mutation | None = None  # of a file that is none of the package: an own kernel's
+
     def __init__(self, package: str) -> None:
         importlib.import_module("flux_megatron.kernels")
         for module in _MODULES:
@@ -88,6 +90,11 @@ def mutated(mutation: Mutation, folder: Path) -> Iterator[PackageCopy]:
     """The package with one change, in `folder`, because the interpreter reads sources. The module
     is imported anew and so is what depends on it; all other modules are those of the package.
     """
+    if not (SOURCE / mutation.path).exists():
+        package = PackageCopy("flux_megatron")
+        package.mutation = mutation
+        yield package
+        return
     changed, file = module_name(mutation.path), folder / Path(mutation.path).name
     file.write_text(mutation.apply((SOURCE / mutation.path).read_text()))
     with imported_anew(dependents(changed)), mock.patch.object(
