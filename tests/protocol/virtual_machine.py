@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -119,13 +120,19 @@ class _Group:
 
     def allreduce(self, tensors: list[Tensor]) -> _Work:
         """In the copy stream, which stands for the communication stream too."""
-        (tensor,) = tensors
-        self._collectives.enqueue("all-reduce", tensor, tensor, lambda total: total)
-        return _Work()
+        return self._sum("all-reduce", *tensors, *tensors, slice(None))
 
     def _reduce_scatter_base(self, y: Tensor, block: Tensor, options: object) -> _Work:
         mine = slice(self._rank * y.shape[0], (self._rank + 1) * y.shape[0])
-        self._collectives.enqueue("reduce-scatter", y, block, lambda total: total[mine])
+        return self._sum("reduce-scatter", y, block, mine)
+
+    def _sum(self, name: str, target: Tensor, source: Tensor, mine: slice) -> _Work:
+        def take(brought: list[Tensor]) -> Callable[[], Tensor]:
+            shapes = {tensor.shape for tensor in brought}
+            assert len(shapes) == 1, f"ranks bring {shapes} to one collective"
+            return partial(target.copy_, sum(brought)[mine])
+
+        self._collectives.enqueue(name, source, take)
         return _Work()
 
     def rank(self) -> int:
@@ -206,8 +213,8 @@ class Machine:
     ) -> None:  # fmt: skip
         self.package, self.world_size = package, world_size
         self._ctas = ctas  # at most, of a persistent kernel
-        self._collectives = VirtualCollectives(world_size, lambda: self.scheduler)
-        self._groups = [_Group(rank, world_size, self._collectives) for rank in range(world_size)]
+        self.collectives = VirtualCollectives(world_size, lambda: self.scheduler)
+        self._groups = [_Group(rank, world_size, self.collectives) for rank in range(world_size)]
         self._allocated: list[tuple[Tensor, ...]] = []
         self._allocations: Counter[int] = Counter()
         self._arrivals: Counter[int] = Counter()
@@ -347,3 +354,22 @@ class Machine:
             lambda: missing(addresses, epoch) is None,
             f"words of rank {source}, epoch {epoch} (a word has {missing(addresses, epoch)})",
         )
+
+
+class Replays:
+    """The steps of one host: as they are, or of `captured` ones two of three replays of a graph."""
+
+    def __init__(self, machine: Machine, captured: bool) -> None:
+        self._machine, self._captured = machine, captured
+        self._graph: Graph | None = None
+        self._replayed: Any = None
+
+    def __call__(self, call: int, step: Callable[[], Any]) -> Any:
+        """What the step gives; all of a graph are the first one that is captured, of call 1."""
+        if not self._captured or call % 3 == 0:
+            return step()
+        if self._graph is None:
+            with self._machine.capture() as self._graph:
+                self._replayed = step()
+        self._graph.replay()
+        return self._replayed
