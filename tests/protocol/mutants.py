@@ -108,7 +108,14 @@ CASES = {
     "a2a by TMA": ExpertCase("dispatch", most=9, tma=True),
     "a2a, reverse": ExpertCase("dispatch", calls=1, most=9, reverse=True),
     "a2a by TMA, reverse": ExpertCase("dispatch", calls=1, most=9, tma=True, reverse=True),
+    "a2a, nn, reverse": ExpertCase("dispatch", layout="nn", reverse=True),
     "back": ExpertCase("combine"),
+    "back, nn": ExpertCase("combine", layout="nn"),
+    "back by TMA, reverse": ExpertCase(
+        "combine", experts=3, calls=1, most=9, tma=True, reverse=True
+    ),
+    "experts, 1 rank": ExpertCase("both", 1, experts=3),
+    "experts, 4 ranks": ExpertCase("both", 4, experts=1, calls=2, most=9),
     "back, 3 ranks": ExpertCase("combine", 3, experts=1, most=12),
     "captured experts": ExpertCase("both", experts=1, calls=6, captured=True),
     "hopper a2a": ExpertCase("dispatch", hopper=True),
