@@ -97,12 +97,8 @@ def right(case: OwnCase, kernel: str, call: int) -> list[Tensor]:
 def run(case: OwnCase, package: PackageCopy, schedule: Schedule) -> Scheduler:
     """`Deadlock`, `OutOfBounds` or `WrongResult` unless every rank has computed the reference."""
     host = importlib.import_module(f"{package.workspace.__name__.split('.')[0]}.device.host")
-    machine = Machine(package, case.world_size, case.ctas, (f"kernel {case.kernel}",))
-    for space in machine.workspaces:
-        (channel,) = space.channels.values()
-        channel.epoch = case.last_epoch
-        for pad in channel._pads:
-            pad.fill_(package.signals.as_int32(case.last_epoch))
+    channels = (f"kernel {case.kernel}",)
+    machine = Machine(package, case.world_size, case.ctas, channels, case.last_epoch)
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(

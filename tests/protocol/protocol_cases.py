@@ -49,6 +49,7 @@ class Case:
     ctas: int = 3  # of a persistent kernel
     captured: bool = False  # two calls of three are replays of a graph
     two_streams: bool = False  # of the caller, in turn
+    last_epoch: int = 0  # of the calls before
     # of `hopper`
     transport: str = "copy_engine"
     lacking: int = 0  # rows of the last rank, in GEMM+AR
@@ -72,6 +73,7 @@ class Case:
         options += " bias" * self.bias
         options += " tma" * self.tma + " captured" * self.captured
         options += " of 256 and 1" * self.rounds + " two streams" * self.two_streams
+        options += f" after {self.last_epoch} calls" * bool(self.last_epoch)
         options += " two phases" * self.two_phase
         options += f" {self.parts} parts" * bool(self.parts)
         options += f" tiles of {self.block_n} columns" * bool(self.block_n)
@@ -222,7 +224,7 @@ STEPS: dict[str, Step] = {"ag": ag, "rs": rs, "ar": ar, "backward": backward}
 def run(case: Case, package: PackageCopy, schedule: Schedule) -> Scheduler:
     """`Deadlock`, `OutOfBounds` or `WrongResult` unless all ranks' results equal the reference."""
     operands = Operands(case)
-    machine = Machine(package, case.world_size, case.ctas)
+    machine = Machine(package, case.world_size, case.ctas, last_epoch=case.last_epoch)
     hosts = [Host(case, operands, machine, rank) for rank in range(case.world_size)]
     refuses = mock.Mock(return_value=None if case.gluon else "not asked for")
     with mock.patch.object(package.hopper_gemm, "refuses_bands", refuses):

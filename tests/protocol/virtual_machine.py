@@ -209,8 +209,9 @@ class Machine:
 
     def __init__(
         self, package: PackageCopy, world_size: int, ctas: int,
-        channels: Sequence[str] = ("gather", "scatter"),
+        channels: Sequence[str] = ("gather", "scatter"), last_epoch: int = 0,
     ) -> None:  # fmt: skip
+        """`last_epoch` is that of the calls before, in all channels."""
         self.package, self.world_size = package, world_size
         self._ctas = ctas  # at most, of a persistent kernel
         self.collectives = VirtualCollectives(world_size, lambda: self.scheduler)
@@ -226,9 +227,10 @@ class Machine:
                 space = package.workspace.Workspace(group, torch.device("cpu"))
                 space.engine = _copy_stream(package, self)
                 for name in channels:
-                    space.channels[name] = package.channel.Channel(
-                        group, space.device, space._status
-                    )
+                    channel = package.channel.Channel(group, space.device, space._status)
+                    channel.epoch, space.channels[name] = last_epoch, channel
+                    for pad in channel._pads:
+                        pad.fill_(package.signals.as_int32(last_epoch))
                 self.workspaces.append(space)
 
     def run(self, schedule: Schedule, host: Callable[[int], None]) -> Scheduler:
