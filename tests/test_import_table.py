@@ -307,10 +307,9 @@ def loaded_after(code: str) -> set[str]:
 
 
 def test_importing_the_package_loads_nothing_heavy():
-    modules = ", ".join(
-        f"{PACKAGE}.{name}" for name in ("settings", "errors", "problem", "launch", "nn")
-    )
-    loaded = loaded_after(f"import {PACKAGE}, {modules}")
+    rooms = ("settings", "errors", "problem", "launch", "nn", "integration")
+    modules = ", ".join(f"{PACKAGE}.{name}" for name in rooms)
+    loaded = loaded_after(f"import {PACKAGE}, {modules}; dir({PACKAGE}.integration)")
     assert not loaded & {"torch", "triton", "numpy", "megatron", "yaml", "pydantic", "rich"}
     assert "numpy" in loaded_after(f"import {PACKAGE}, numpy"), "it would be noticed"
 
