@@ -1,4 +1,7 @@
-"""The charts of docs/pictures, from rows of docs/results: `python scripts/draw_charts.py`."""
+"""The charts of docs/pictures, from rows of docs/results: `python scripts/draw_charts.py`.
+
+A white panel keeps them readable on any page. The sketches beside them are edited by hand.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +9,62 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import escape
 
-from draw_pictures import FAINT, INK, LOCAL, MOVE, REMOTE, Picture
-
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+DOCS = Path(__file__).parents[1] / "docs"
+RESULTS = DOCS / "results"
 NAMES = {"gpt3-175b": "GPT-3", "llama2-70b": "Llama-2"}
-STOCK, USERBUFFERS, OURS = FAINT, MOVE, LOCAL
+INK, FAINT = "#1f2933", "#6b7785"
+STOCK, USERBUFFERS, OURS, ASYNC_TP = FAINT, "#f7d9a8", "#bfe3c8", "#bcd4f2"
+WIDTH = 780
 Row = dict[str, Any]
+
+
+class Picture:
+    """Bars and texts in a panel of `height`."""
+
+    def __init__(self, height: int, title: str) -> None:
+        self.parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+            f'width="{WIDTH}" height="{height}" font-family="Helvetica, Arial, sans-serif" '
+            f'font-size="13" role="img" aria-label="{escape(title)}">',
+            f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8" '
+            'fill="#ffffff" stroke="#c9d0d8"/>',
+        ]
+
+    def text(self, x: float, y: float, text: str, color: str = INK, anchor: str = "start",
+             bold: bool = False) -> None:  # fmt: skip
+        weight = ' font-weight="bold"' if bold else ""
+        self.parts.append(
+            f'<text x="{x:g}" y="{y:g}" fill="{color}" text-anchor="{anchor}"{weight}>'
+            f"{escape(text)}</text>"
+        )
+
+    def bar(self, x: float, y: float, width: float, height: int, color: str) -> None:
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height}" rx="2" '
+            f'fill="{color}" stroke="{FAINT}" stroke-width="0.7"/>'
+        )
+
+    def line(self, x0: float, y0: float, x1: float, y1: float, color: str = INK) -> None:
+        path = f"M{x0:g} {y0:g}L{x1:g} {y1:g}"
+        self.parts.append(f'<path d="{path}" stroke="{color}" stroke-width="1.2" fill="none"/>')
+
+    def legend(self, y: float, *entries: tuple[str, str]) -> None:
+        x = 118
+        for color, text in entries:
+            self.bar(x, y, 14, 14, color)
+            self.text(x + 20, y + 12, text, FAINT)
+            x += 38 + round(6.6 * len(text))
+
+    def save(self, name: str) -> None:
+        text = "\n".join([*self.parts, "</svg>"]) + "\n"
+        (DOCS / "pictures" / name).write_text(text, encoding="utf-8")
 
 
 def rows(name: str) -> Iterator[Row]:
     for line in (RESULTS / name).read_text().splitlines():
         yield json.loads(line)
-
-
-def bar(p: Picture, x: float, y: float, width: float, color: str, text: str) -> None:
-    p.parts.append(
-        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="17" rx="2" fill="{color}" '
-        f'stroke="{FAINT}" stroke-width="0.7"/>'
-    )
-    p.text(x + width + 6, y + 13, text)
-
-
-def line(p: Picture, x0: float, y0: float, x1: float, y1: float, color: str = INK) -> None:
-    p.parts.append(
-        f'<path d="M{x0:g} {y0:g}L{x1:g} {y1:g}" stroke="{color}" stroke-width="1.2" fill="none"/>'
-    )
 
 
 def layers() -> Iterator[tuple[str, dict[str, float]]]:
@@ -60,7 +93,8 @@ def gain() -> None:
     for title, speeds in (*layers(), *steps()):
         p.text(150, y + 34, title, FAINT, "end")
         for color, speed in zip((STOCK, USERBUFFERS, OURS), (1.0, *speeds.values()), strict=True):
-            bar(p, 162, y, 480 * speed, color, f"{speed:.3f}")
+            p.bar(162, y, 480 * speed, 17, color)
+            p.text(168 + 480 * speed, y + 13, f"{speed:.3f}")
             y += 20
         y += 16
     p.legend(y, (STOCK, "Megatron"), (USERBUFFERS, "userbuffers"), (OURS, "flux_megatron"))
@@ -105,11 +139,11 @@ def iterations() -> None:
         low, middle, high = row["speedup_low_middle_high"]
         y = 42 + 26 * n
         p.text(left - 18, y + 17, title, FAINT, "end")
-        bar(p, left, y + 4, (middle - 1) * scale, OURS, "")
-        line(p, left + (low - 1) * scale, y + 12, left + (high - 1) * scale, y + 12)
+        p.bar(left, y + 4, (middle - 1) * scale, 17, OURS)
+        p.line(left + (low - 1) * scale, y + 12, left + (high - 1) * scale, y + 12)
         p.text(left + (high - 1) * scale + 8, y + 17, f"{middle:.3f}")
     end = 48 + 26 * len(CASES)
-    line(p, left, 40, left, end, FAINT)
+    p.line(left, 40, left, end, FAINT)
     p.text(left, end + 16, "1.0: stock", FAINT, "middle")
     p.save("iterations.svg")
 
@@ -126,19 +160,18 @@ def efficiency() -> None:
     for pattern, op, name in (("ag_gemm", "fc1", "AG+GEMM"), ("gemm_rs", "fc2", "GEMM+RS")):
         for M in (1024, 2048, 4096, 8192):
             p.text(150, y + 22, f"{name}, M {M}", FAINT, "end")
-            arms = (("auto", OURS), ("te_ring", USERBUFFERS), ("async_tp", REMOTE))
+            arms = (("auto", OURS), ("te_ring", USERBUFFERS), ("async_tp", ASYNC_TP))
             for n, (arm, color) in enumerate(arms):
                 (E,) = [r["efficiency"] for r in found
                         if (r["pattern"], r["op"], r["M"], r["candidate"])
                         == (pattern, op, M, arm)]  # fmt: skip
-                p.parts.append(
-                    f'<rect x="162" y="{y + 12 * n:g}" width="{480 * E:g}" height="10" rx="2" '
-                    f'fill="{color}" stroke="{FAINT}" stroke-width="0.7"/>'
-                )
+                p.bar(162, y + 12 * n, 480 * E, 10, color)
                 if arm == "auto":
                     p.text(648, y + 14, f"{E:.2f}")
             y += 41
-    p.legend(y + 6, (OURS, "ours"), (USERBUFFERS, "userbuffers, ring"), (REMOTE, "torch async-TP"))
+    p.legend(
+        y + 6, (OURS, "ours"), (USERBUFFERS, "userbuffers, ring"), (ASYNC_TP, "torch async-TP")
+    )
     p.save("efficiency.svg")
 
 

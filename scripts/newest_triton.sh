@@ -18,7 +18,7 @@ export PYTHONPATH=$folder:$PWD CUDA_VISIBLE_DEVICES=
 "$python" -c 'import torch, triton; print("Triton", triton.__version__, "beside torch", torch.__version__)'
 # what depends on Triton alone: its compilers, its launches, its interpreter
 exec "$python" -m pytest -q --tb=short -rfE tests/test_triton_launch.py tests/test_versions.py \
-    tests/protocol/test_sample_ptx.py tests/protocol/test_offline_driver.py \
+    tests/protocol/test_sample_ptx.py tests/protocol/test_offline_calls.py \
     tests/protocol/test_gluon_versions.py tests/protocol/test_hopper_descriptors.py \
     tests/protocol/test_interpreter.py tests/test_ops.py::test_exact \
     tests/test_low_latency.py::test_exact "$@"

@@ -46,11 +46,10 @@ torch.set_num_threads(1)
 
 # files whose tests share what is slow to make: compiled kernels, rows, losses, a wheel, a Slurm
 ONE_WORKER = (
-    "test_hopper_ptx", "test_ptx", "test_norm_kernels", "test_expert_ptx", "test_embedding_ptx",
+    "test_hopper_ptx", "test_ptx", "test_row_kernels", "test_expert_ptx", "test_embedding_ptx",
     "test_word_ptx", "test_device_ptx", "test_sample_ptx", "test_kept_code", "test_bench_runs",
     "test_gpt_model", "test_generate", "test_compiled_layers", "test_wheel", "test_simulate",
-    "test_calibration", "test_slurm_jobs", "test_slurm_faults", "test_offline_calls",
-    "test_offline_driver",
+    "test_slurm_jobs", "test_slurm_faults", "test_offline_calls",
 )  # fmt: skip
 # files of few long tests, which come last in the order of names: one alone would be waited for
 FIRST = ("test_train_runs", "test_tuner_command", "test_tuner", "test_wheel")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flux_megatron.integration import arguments
+from flux_megatron.integration import arguments, seams
 from flux_megatron.launch import experiment, megatron_arguments
 
 TESTS = Path(__file__).parent
@@ -18,7 +18,8 @@ import argument_page  # noqa: E402
 
 FEATURES = (TESTS / "integration" / "training_cases.py").read_text()
 RELEASES = argument_page.options_by_release()
-SUPPORTED = sorted({r.because for r in arguments.table().values() if r.kind == "supported"})
+ROWS = (*arguments.table().values(), *seams.table().values())
+SUPPORTED = sorted({row.because for row in ROWS if row.kind == "supported"})
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -74,13 +75,21 @@ def test_our_own_experiments_ask_for_nothing_that_is_refused(name):
         assert arm != "flux" or kinds == {"harmless", "supported"}
 
 
-@pytest.mark.parametrize("line", ["--new\tharmless", "--new\tfine\tdata", "--seed\tharmless\tdata"])
-def test_a_line_that_is_no_row_is_reported(tmp_path, monkeypatch, line):
-    file = tmp_path / "arguments.tsv"
-    file.write_text(f"option\tclass\tbecause\n--seed\tharmless\tdata\n{line}\n")
-    monkeypatch.setattr(arguments, "FILE", file)
-    with pytest.raises(ValueError, match=r"arguments\.tsv: '--"):
-        arguments.table.__wrapped__()
+@pytest.mark.parametrize(
+    ("table", "columns", "first", "line"),
+    [
+        *((arguments, "option", "--seed", line) for line in
+          ("--new\tharmless", "--new\tfine\tdata", "--seed\tharmless\tdata")),
+        *((seams, "seam\tname", "config\tfp8", line) for line in
+          ("config\ta\tharmless", "config\tb\tfine\tdata", "config\tfp8\trefused\tno")),
+    ],
+)  # fmt: skip
+def test_a_line_that_is_no_row_is_reported(tmp_path, monkeypatch, table, columns, first, line):
+    file = tmp_path / "rows.tsv"
+    file.write_text(f"{columns}\tclass\tbecause\n{first}\tharmless\tdata\n{line}\n")
+    monkeypatch.setattr(table, "FILE", file)
+    with pytest.raises(ValueError, match=rf"rows\.tsv: '{line.split()[0]}"):
+        table.table.__wrapped__()
 
 
 def test_the_page_is_that_of_the_table():

@@ -103,7 +103,7 @@ lab.train: command_errors config_files errors option_values settings shipped int
 lab.generate: command_errors errors launch.schema option_values overlap.report symm.step lab.train
     | torch megatron pydantic typer
 # what runs have logged, and what they were to be: read and predicted where they are submitted
-lab.results: errors launch option_values lab.perf | scipy typer | matplotlib rich
+lab.results: errors launch option_values lab.perf | scipy typer | rich
 lab.perf: errors launch.memory launch.workload patterns problem | pydantic
 lab.simulate: config_files errors launch option_values lab.perf | typer | rich
 # beside other libraries
@@ -307,10 +307,9 @@ def loaded_after(code: str) -> set[str]:
 
 
 def test_importing_the_package_loads_nothing_heavy():
-    modules = ", ".join(
-        f"{PACKAGE}.{name}" for name in ("settings", "errors", "problem", "launch", "nn")
-    )
-    loaded = loaded_after(f"import {PACKAGE}, {modules}")
+    rooms = ("settings", "errors", "problem", "launch", "nn", "integration")
+    modules = ", ".join(f"{PACKAGE}.{name}" for name in rooms)
+    loaded = loaded_after(f"import {PACKAGE}, {modules}; dir({PACKAGE}.integration)")
     assert not loaded & {"torch", "triton", "numpy", "megatron", "yaml", "pydantic", "rich"}
     assert "numpy" in loaded_after(f"import {PACKAGE}, numpy"), "it would be noticed"
 

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from test_argument_table import exists
 
 from flux_megatron.integration import seams
 from flux_megatron.patching import seams as recorder
@@ -13,7 +12,6 @@ RELEASES = {
     series.folder.name: json.loads((series.folder / recorder.FILE).read_text())
     for series in supported()
 }
-SUPPORTED = sorted({row.because for row in seams.table().values() if row.kind == "supported"})
 
 LAYERS = """
 class ColumnParallelLinear:
@@ -54,11 +52,6 @@ def test_every_row_is_a_name_of_some_release():
     assert not seams.table().keys() - names
 
 
-@pytest.mark.parametrize("test", SUPPORTED)
-def test_what_is_supported_names_a_test_that_exists(test):
-    assert exists(test)
-
-
 def test_names_of_a_checkout(tmp_path):
     for path, text in {
         "tensor_parallel/layers.py": LAYERS,
@@ -84,14 +77,3 @@ def test_a_field_has_its_own_row_or_that_of_its_argument():
     for field, option in (of_arguments | own).items():
         assert seams.row_of_field(field).option == option
     assert seams.row_of_field("brand_new") is None
-
-
-@pytest.mark.parametrize(
-    "line", ["config\ta\tharmless", "config\tb\tfine\tdata", "config\tfp8\trefused\tno"]
-)
-def test_a_line_that_is_no_row_is_reported(tmp_path, monkeypatch, line):
-    file = tmp_path / "seams.tsv"
-    file.write_text(f"seam\tname\tclass\tbecause\nconfig\tfp8\tharmless\tdata\n{line}\n")
-    monkeypatch.setattr(seams, "FILE", file)
-    with pytest.raises(ValueError, match=r"seams\.tsv: 'config"):
-        seams.table.__wrapped__()

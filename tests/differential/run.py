@@ -14,12 +14,14 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
 ROOT = Path(__file__).parents[2]
+OUTCOMES = ("equal", "refused", "finding")
 FEW = 5  # of a release, beside a half: combinations that need not have been compared
 
 
@@ -42,7 +44,6 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(options: argparse.Namespace) -> int:
-    from outcomes import table
     from trial import Trial
 
     rows: list[dict[str, Any]] = []
@@ -80,6 +81,29 @@ def uncompared(rows: list[dict[str, Any]]) -> bool:
     """
     without = sum(row["outcome"] in ("stock fails", "refused") for row in rows)
     return without > FEW + len(rows) // 2
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """In Markdown; a combination that stock cannot run either is told, and does not count."""
+    lines = [
+        "| Megatron-LM | combinations | equal | refused by name | findings | calls overlapped "
+        "| largest difference of a loss in fp32 | stock fails too |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    releases = sorted({row["release"] for row in rows})
+    lines += [_line(name, [row for row in rows if row["release"] == name]) for name in releases]
+    return "\n".join([*lines, _line("all", rows)])
+
+
+def _line(name: str, rows: list[dict[str, Any]]) -> str:
+    count = Counter(row["outcome"] for row in rows)
+    counted = sum(count[outcome] for outcome in OUTCOMES)
+    overlapped, calls = (sum(row[key] for row in rows) for key in ("overlapped", "calls"))
+    losses = [row["largest"].get("loss", 0) for row in rows if row["precision"] == "fp32"]
+    return (
+        f"| {name} | {counted} | {count['equal']} | {count['refused']} | {count['finding']} "
+        f"| {overlapped} of {calls} | {max(losses, default=0):.1e} | {count['stock fails']} |"
+    )
 
 
 def _memory() -> str | None:

@@ -8,13 +8,12 @@ installed package. Releases from 0.17 on are for Python 3.12; all that they miss
 from __future__ import annotations
 
 import importlib.util
-import typing
 
 import pytest
 
-if not hasattr(typing, "override"):
-    typing.override = lambda method: method  # type: ignore[attr-defined]
+from flux_megatron.versions.python import provide_override
 
+provide_override()
 INSTALLED = importlib.util.find_spec("megatron") is not None
 collect_ignore_glob = [] if INSTALLED else ["test_*.py"]
 

@@ -68,7 +68,7 @@ def row(
         **{f"tests_{key}": sum(bool(o.get(key)) for o in lines)
            for key in ("built", "forwards", "backwards")},
         **{key: count[key] for key in ("built", "forwards", "backwards")},
-        "seconds": round(time.monotonic() - begun), "torch": _version("torch"),
+        "seconds": round(time.monotonic() - begun), "torch": importlib.metadata.version("torch"),
         "date": datetime.date.today().isoformat(), "git": _commit(),
     }  # fmt: skip
 
@@ -242,10 +242,6 @@ def _environment(checkout: Path, site: Path | None, gpus: bool) -> dict[str, str
         found = environment(checkout, site) | {"FLUX_MEGATRON_STRATEGY": "pipelined"}
     found["PYTHONPATH"] = os.pathsep.join([found["PYTHONPATH"], *PATH])
     return found
-
-
-def _version(package: str) -> str:
-    return importlib.metadata.version(package)
 
 
 def _commit() -> str:

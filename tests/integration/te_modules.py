@@ -86,7 +86,7 @@ class Float8Tensor(Float8TensorStorage, Weight):
 
     def change(self, values: Tensor) -> None:
         """As an optimizer's step does it, in place: a transpose of before is stale."""
-        fresh = quantized(values, self._fp8_dtype)
+        fresh = Float8Quantizer(self._fp8_dtype, None)(values)
         self._data.copy_(fresh._data)
         self._scale_inv.copy_(fresh._scale_inv)
         self._transpose_invalid = True
@@ -117,10 +117,6 @@ def quantizer_of(dtype: DType, group: Any = None, weight: bool = False) -> Any:
     if FP8GlobalStateManager.recipe.float8_block_scaling():
         return Float8BlockQuantizer(dtype, _TORCH[dtype], 2 if weight else 1)
     return Float8Quantizer(dtype, group)
-
-
-def quantized(tensor: Tensor, dtype: DType) -> Float8TensorStorage:
-    return Float8Quantizer(dtype, None)(tensor)
 
 
 def parameter_of(w: Tensor) -> Any:

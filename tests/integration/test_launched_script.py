@@ -85,14 +85,6 @@ def test_launcher_says_that_one_rank_has_nothing_to_overlap(script):
     assert f"  --flux-strict: {nothing}" in done.stderr
 
 
-def test_launcher_refuses_before_anything_starts(script):
-    done = launched(script, "--flux-overlap", "--fp8-format", "hybrid", "--brand-new", "3")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"{script}: --flux-overlap cannot go with:\n  --")
-    assert "  --fp8-format: it needs --transformer-impl transformer_engine" in done.stderr
-    assert "--brand-new: flux_megatron does not know this argument (set to 3)" in done.stderr
-
-
 def test_launcher_says_what_is_missing(script, tmp_path):
     assert "nowhere.py: no such file" in launched(script.with_name("nowhere.py")).stderr
     lonely = tmp_path / "pretrain.py"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 
 import pytest
 import side_by_side as sbs
@@ -120,9 +118,3 @@ def test_block_holds_the_layers_of_its_stage(rank, more, built):
     if virtual:
         assert [len(chunk.layer_specs) for chunk in chunks] == [1, 1]
     assert sum(len(chunk.layer_specs) for chunk in chunks) == built[rank]
-
-
-def test_importing_the_package_imports_no_megatron():
-    code = "import sys, flux_megatron.integration as i; print('megatron' in sys.modules, dir(i))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.startswith("False")

@@ -6,7 +6,6 @@ import contextlib
 import time
 import types
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +16,6 @@ from ranks import on_cpu_ranks, run_ranks
 
 import flux_megatron
 from flux_megatron import errors
-from flux_megatron.integration import step_check
 from flux_megatron.integration.step_check import confirm_steps
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.symm import step
@@ -149,18 +147,3 @@ def test_nothing_is_saved_after_a_timeout(rank, tmp_path):
             model.forward_backward()
         training.save_checkpoint(1, model)
     assert not [*tmp_path.iterdir()]
-
-
-def test_the_optimizer_is_wrapped_once():
-    calls = []
-    optimizer = types.SimpleNamespace(step=lambda: calls.append("step"))
-    module = types.ModuleType("training")
-    module.train_step = lambda forward, data, model, optimizer: optimizer.step()
-    module.save_checkpoint = lambda: calls.append("save")
-    confirm = partial(calls.append, "confirm")
-    with mock.patch.object(step_check, "confirm_step", confirm):
-        confirm_steps(module)
-        for _ in range(2):
-            module.train_step(None, None, None, optimizer)
-        module.save_checkpoint()
-    assert calls == ["confirm", "step"] * 2 + ["confirm", "save"]

@@ -114,48 +114,30 @@ def test_collectives():
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("key", "value", "words"),
     [
-        (
-            {"network.bandwidth_gbps": -1.0},
-            "network.bandwidth_gbps: Input should be greater than 0, -1.0 given",
-        ),
-        (
-            {"network.nodes": 0},
-            "network.nodes: Input should be greater than or equal to 2, 0 given",
-        ),
-        ({"network.shape": [5]}, "network.shape: [5] given, 128 nodes expected"),
-        (
-            {"network.efficiency": 1.5},
-            "network.efficiency: Input should be less than or equal to 1, 1.5 given",
-        ),
-        (
-            {"network.latency_us": -0.1},
-            "network.latency_us: Input should be greater than or equal to 0, -0.1 given",
-        ),
-        ({"network.kind": "ring"}, "network.kind: Input should be 'torus' or 'switch'"),
-        ({"model.tables": 100}, "model.tables: 100 given, at least one for each of 128 nodes"),
-        ({"model.pooling": 0.0}, "model.pooling: Input should be greater than 0, 0.0 given"),
-        ({"model.width": "wide"}, "model.width: Input should be a valid integer"),
-        ({"step.global_batch": 65537}, "step.global_batch: 65537 given, a multiple of 128"),
-        ({"step.slices": 0}, "step.slices: Input should be greater than 0, 0 given"),
-        (
-            {"step.fused_slowdown": 0.5},
-            "step.fused_slowdown: Input should be greater than or equal to 1, 0.5 given",
-        ),
-        (
-            {"step.sort_share": 2.0},
-            "step.sort_share: Input should be less than or equal to 1, 2.0 given",
-        ),
-        ({"network.bandwith_gbps": 1.0}, "did you mean 'bandwidth_gbps'?"),
-        ({"cluster.nodes": 4}, "unknown key"),
+        ("network.bandwidth_gbps", -1.0, "Input should be greater than 0, -1.0 given"),
+        ("network.nodes", 0, "Input should be greater than or equal to 2, 0 given"),
+        ("network.shape", [5], "[5] given, 128 nodes expected"),
+        ("network.efficiency", 1.5, "Input should be less than or equal to 1, 1.5 given"),
+        ("network.latency_us", -0.1, "Input should be greater than or equal to 0, -0.1 given"),
+        ("network.kind", "ring", "Input should be 'torus' or 'switch'"),
+        ("model.tables", 100, "100 given, at least one for each of 128 nodes"),
+        ("model.pooling", 0.0, "Input should be greater than 0, 0.0 given"),
+        ("model.width", "wide", "Input should be a valid integer"),
+        ("step.global_batch", 65537, "65537 given, a multiple of 128"),
+        ("step.slices", 0, "Input should be greater than 0, 0 given"),
+        ("step.fused_slowdown", 0.5, "Input should be greater than or equal to 1, 0.5 given"),
+        ("step.sort_share", 2.0, "Input should be less than or equal to 1, 2.0 given"),
+        ("network.bandwith_gbps", 1.0, "did you mean 'bandwidth_gbps'?"),
+        ("cluster", {"nodes": 4}, "unknown key"),
     ],
 )
-def test_a_wrong_value_is_one_line(values, words):
+def test_a_wrong_value_is_one_line(key, value, words):
     with pytest.raises(ExperimentError) as caught:
-        study.load(NAME, values)
+        study.load(NAME, {key: value})
     (line,) = [line for line in str(caught.value).splitlines() if words in line]
-    assert line.startswith(f"{NAME}: ")
+    assert line.startswith(f"{NAME}: {key}: ")
 
 
 def test_every_value_has_its_source(tmp_path):

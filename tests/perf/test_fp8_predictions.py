@@ -1,4 +1,4 @@
-"""What is predicted of FP8, beside the committed rows: operations, layers, iterations."""
+"""What is predicted of FP8, beside the committed rows of operations and layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("pydantic", reason="needs the extra `launch`")
 
-from flux_megatron.lab.perf import accuracy, gemm, hardware, linear, quantization
+from flux_megatron.lab.perf import gemm, hardware, linear, quantization
 from flux_megatron.lab.perf.linear import Linear
 from flux_megatron.lab.simulate.predictions import predict
 from flux_megatron.launch.errors import ExperimentError
@@ -89,32 +89,6 @@ def test_layers():
     ]  # fmt: skip
     assert len(measured) == 39
     assert range_of([layers_us(row) / row["median_us"] - 1 for row in measured]) == LAYERS
-
-
-def test_iterations():
-    """Their recipe is tensorwise."""
-    steps, speedups, stock = [], [], {}
-    for row in rows("h100x2/fp8_iterations.jsonl") + rows("h100x4/fp8_iterations.jsonl"):
-        batch = row["M"] // row["seq_length"]
-        values = {
-            "parallel.tp": row["tp"], "cluster.gpus_per_node": row["tp"], "cluster.gpu": "H100",
-            "training.micro_batch": batch, "training.global_batch": batch,
-            "model.seq_length": row["seq_length"], "model.layers": row["layers"],
-            "training.fp8": "tensorwise",
-        }  # fmt: skip
-        arm = {"stock": "megatron", "tp_comm_overlap": "te"}.get(row["arm"], "flux")
-        name = LLAMA if row["model"].startswith("llama") else "node/gpt3-175b-4-layers_h200"
-        found = predict(name, values).steps[arm].step_us * 1e-3
-        steps.append(found / row["median_ms"] - 1)
-        run = row["model"], row["tp"]
-        if arm == "megatron":
-            stock[run] = found, row["median_ms"]
-        elif arm == "flux":
-            predicted, measured = stock[run]
-            speedups.append(predicted / found / (measured / row["median_ms"]) - 1)
-    known = accuracy.KNOWN_IN_FP8["H100", "nvlink"]
-    assert known.of.startswith(f"{len(steps)} iterations")
-    assert (known.step, known.speedup) == (range_of(steps), range_of(speedups))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])

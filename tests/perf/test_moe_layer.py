@@ -13,7 +13,7 @@ from flux_megatron.lab.perf.hardware import in_training
 from flux_megatron.launch import megatron_arguments, memory
 from flux_megatron.launch.errors import ExperimentError, LaunchError
 from flux_megatron.launch.experiment import load
-from flux_megatron.launch.workload import Moe, Parallel
+from flux_megatron.launch.workload import Parallel
 
 STUDY = "study/mixtral-8x7b_h200"
 STOCK, OURS = (load(STUDY).arms[arm] for arm in ("megatron", "flux"))
@@ -118,10 +118,3 @@ def test_experts_are_not_launched_and_a_dense_model_has_no_ep():
         megatron_arguments.render(OURS)
     with pytest.raises(ExperimentError, match=r"parallel.ep: 4 given, model.moe expected"):
         load("node/gpt3-175b-4-layers_h200", {"parallel.ep": 4})
-
-
-def test_a_model_without_experts_is_as_before():
-    dense = load("paper/gpt3-175b_a100-pcie").arms["flux"]
-    assert dense.model.moe is None
-    assert Moe(8, 2, 1.0, True) != dense.model.moe
-    assert [p.name for p in layer.pieces(dense)][3:6] == ["fc1", "activation", "fc2"]

@@ -12,23 +12,19 @@ import kept_code
 
 
 def compiled_by(script: str, folder: Path) -> dict[str, dict]:
-    """The kernels of `script`. What has not changed since its last run is not compiled again."""
-    compiled = written_by(script, folder)
-    kept_code.keep(folder / "compiled.json", script)
-    return compiled
-
-
-def written_by(script: str, folder: Path) -> dict:
-    """What `script`, a file beside this one, writes to the file that it is given."""
-    here = Path(__file__).parent
+    """What `script`, a file beside this one, writes to the file that it is given: its kernels. What
+    has not changed since its last run is not compiled again.
+    """
+    here, written = Path(__file__).parent, folder / "compiled.json"
     environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder / "cache")
     environment[kept_code.LAST] = str(kept_code.last_results_of(script))
     environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[1]), *sys.path])
-    command = [sys.executable, str(here / script), str(folder / "compiled.json")]
+    command = [sys.executable, str(here / script), str(written)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
     assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads((folder / "compiled.json").read_text())
+    kept_code.keep(written, script)
+    return json.loads(written.read_text())
 
 
 def named(compiled: dict[str, dict], *words: str) -> dict[str, dict]:

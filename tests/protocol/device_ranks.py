@@ -6,15 +6,16 @@ import importlib
 import importlib.util
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
 import torch
 from own_kernel_cases import EPS, SCRIPTS, exact_shard, exact_weight, expected
-from protocol_cases import WrongResult
+from protocol_cases import assert_right
 from torch import Tensor
-from virtual_machine import Machine, Mutation, PackageCopy
+from virtual_machine import Machine, PackageCopy, Replays
 from virtual_ranks import Schedule, Scheduler
 
 KERNELS = {
@@ -35,15 +36,17 @@ class OwnCase:
     ctas: int = 3
     last_epoch: int = 0  # of the calls before
 
+    def run(self, package: PackageCopy, schedule: Schedule) -> Scheduler:
+        return run(self, package, schedule)
 
-def loaded(
-    kernel: str, package: PackageCopy, mutation: Mutation | None, folder: Path
-) -> ModuleType:
-    """The file of a kernel as a module that uses this copy of the package."""
+
+def loaded(kernel: str, package: PackageCopy, folder: Path) -> ModuleType:
+    """The file of a kernel, or its mutant, as a module that uses this copy of the package."""
     name = package.workspace.__name__.split(".")[0]
     source = KERNELS[kernel].read_text()
-    if mutation is not None and mutation.path == KERNELS[kernel].name:
-        source = mutation.apply(source)
+    if package.mutation is not None:
+        assert package.mutation.path == KERNELS[kernel].name
+        source = package.mutation.apply(source)
     source = source.replace("flux_megatron.device import", "flux_megatron.device.host import")
     file = folder / f"{name}_{kernel}.py"
     file.write_text(source.replace("flux_megatron", name))
@@ -56,7 +59,7 @@ def loaded(
 
 
 class Host:
-    """One rank's host program. `results` has a tensor for each call."""
+    """One rank's host program. `results` maps (kernel, call) to a tensor."""
 
     def __init__(self, case: OwnCase, module: ModuleType, machine: Machine, rank: int) -> None:
         self.case, self.module, self.machine, self.rank = case, module, machine, rank
@@ -64,21 +67,14 @@ class Host:
         self.channel = module.Channel(case.kernel, group, torch.device("cpu"))
         self.x = torch.empty_like(operand(case, 0, rank))
         self.weight = exact_weight(N, torch.float32)
-        self.results: list[Tensor] = []
+        self.results: dict[tuple[str, int], Tensor] = {}
 
     def run(self) -> None:
-        graph, replayed = None, None
+        replays = Replays(self.machine, self.case.captured)
         for call in range(self.case.calls):
             self.x.copy_(operand(self.case, call, self.rank))
-            if not self.case.captured or call % 3 == 0:
-                y = self._call()
-            else:
-                if graph is None:
-                    with self.machine.capture() as graph:
-                        replayed = self._call()
-                graph.replay()
-                y = replayed
-            self.results.append(torch.empty_like(y).copy_(y))
+            y = replays(call, self._call)
+            self.results[self.case.kernel, call] = torch.empty_like(y).copy_(y)
 
     def _call(self) -> Tensor:
         if self.case.kernel == "barrier":
@@ -91,37 +87,27 @@ def operand(case: OwnCase, call: int, rank: int) -> Tensor:
     return exact_shard(call, rank, rows, N, torch.float32)
 
 
-def right(case: OwnCase, call: int, rank: int) -> Tensor:
+def right(case: OwnCase, kernel: str, call: int) -> list[Tensor]:
     shards = [operand(case, call, r) for r in range(case.world_size)]
-    if case.kernel == "barrier":
-        return torch.stack([shard[rank] for shard in shards])
-    return expected(shards, exact_weight(N, torch.float32), EPS)
+    if kernel == "barrier":
+        return [torch.stack(rows) for rows in zip(*shards, strict=True)]
+    return [expected(shards, exact_weight(N, torch.float32), EPS)] * case.world_size
 
 
-def run(
-    case: OwnCase, package: PackageCopy, schedule: Schedule, mutation: Mutation | None = None
-) -> Scheduler:
+def run(case: OwnCase, package: PackageCopy, schedule: Schedule) -> Scheduler:
     """`Deadlock`, `OutOfBounds` or `WrongResult` unless every rank has computed the reference."""
     host = importlib.import_module(f"{package.workspace.__name__.split('.')[0]}.device.host")
-    machine = Machine(package, case.world_size, case.ctas, (f"kernel {case.kernel}",))
-    for space in machine.workspaces:
-        (channel,) = space.channels.values()
-        channel.epoch = case.last_epoch
-        for pad in channel._pads:
-            pad.fill_(package.signals.as_int32(case.last_epoch))
+    channels = (f"kernel {case.kernel}",)
+    machine = Machine(package, case.world_size, case.ctas, channels, case.last_epoch)
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(
             host, "workspace", lambda group, device: machine.workspaces[group.rank()]
         ),
     ):
-        module = loaded(case.kernel, package, mutation, Path(folder))
+        module = loaded(case.kernel, package, Path(folder))
         module.SLOTS = SLOTS
         hosts = [Host(case, module, machine, rank) for rank in range(case.world_size)]
         scheduler = machine.run(schedule, lambda rank: hosts[rank].run())
-    for one in hosts:
-        for call, y in enumerate(one.results):
-            wrong = int((y != right(case, call, one.rank)).sum())
-            if wrong:
-                raise WrongResult(f"call {call} on rank {one.rank}: {wrong} elements are wrong")
+    assert_right(hosts, partial(right, case))
     return scheduler

@@ -7,9 +7,9 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from protocol_cases import WrongResult
+from protocol_cases import assert_right
 from torch import Tensor
-from virtual_machine import Machine, PackageCopy
+from virtual_machine import Machine, PackageCopy, Replays
 from virtual_ranks import Schedule, Scheduler
 
 from flux_megatron.lab import reference
@@ -38,14 +38,7 @@ class BagsCase:
         tile = package.problem.Tile(self.block, 4, num_warps=4)
         with mock.patch.object(package.fused_bags.pooling, "tile_of", return_value=tile):
             scheduler = machine.run(schedule, lambda rank: hosts[rank].run())
-        for call in range(self.calls):
-            expected = operands.expected(call)
-            for host in hosts:
-                for step in self.steps:
-                    wrong = int((host.results[step, call] != expected[step][host.rank]).sum())
-                    if wrong:
-                        where = f"{step} of call {call} on rank {host.rank}"
-                        raise WrongResult(f"{where}: {wrong} elements are wrong")
+        assert_right(hosts, operands.expected)
         return scheduler
 
 
@@ -69,14 +62,11 @@ class Operands:
         all_tables = sum(case.tables)
         self.dy = [[integers(case.samples, all_tables, D) for _ in case.tables] for _ in calls]
 
-    def expected(self, call: int) -> dict[str, list[Tensor]]:
+    def expected(self, step: str, call: int) -> list[Tensor]:
         weights = [w.clone().requires_grad_() for w in self.weight[call]]
         y = reference.embedding_all_to_all(weights, self.indices, self.offsets)
         torch.autograd.backward(y, self.dy[call])
-        return {
-            "forward": [one.detach() for one in y],
-            "backward": [w.grad for w in weights if w.grad is not None],
-        }
+        return [one.detach() for one in y] if step == "forward" else [w.grad for w in weights]
 
 
 class Host:
@@ -92,19 +82,11 @@ class Host:
         self.dy = torch.empty_like(operands.dy[0][rank])
 
     def run(self) -> None:
-        graph, replayed = None, {}
+        replays = Replays(self.machine, self.case.captured)
         for call in range(self.case.calls):
             self.weight.copy_(self.operands.weight[call][self.rank])
             self.dy.copy_(self.operands.dy[call][self.rank])
-            if not self.case.captured or call % 3 == 0:
-                results = self._step()
-            else:
-                if graph is None:
-                    with self.machine.capture() as graph:
-                        replayed = self._step()
-                graph.replay()
-                results = replayed
-            for what, result in results.items():
+            for what, result in replays(call, self._step).items():
                 self.results[what, call] = torch.empty_like(result).copy_(result)
 
     def _step(self) -> dict[str, Tensor]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import partial
 from unittest import mock
 
 import torch
-from protocol_cases import WrongResult
+from protocol_cases import assert_right
 from torch import Tensor
-from virtual_machine import Machine, PackageCopy
+from virtual_machine import Machine, PackageCopy, Replays
 from virtual_ranks import Schedule, Scheduler
 
 from flux_megatron.lab import reference
@@ -58,13 +59,7 @@ class ExpertCase:
         hosts = [Host(self, operands, machine, rank) for rank in range(self.world_size)]
         with mock.patch.object(package.signals, "MAX_COMM_TILES", self.slots):
             scheduler = machine.run(schedule, lambda rank: hosts[rank].run())
-        for host in hosts:
-            for (what, call), result in host.results.items():
-                right = operands.expected(what, call)[host.rank]
-                if not torch.equal(result, right):
-                    wrong = int((result != right).sum())
-                    where = f"{what} of call {call} on rank {host.rank}"
-                    raise WrongResult(f"{where}: {wrong} of {right.numel()} elements are wrong")
+        assert_right(hosts, operands.expected)
         return scheduler
 
 
@@ -148,19 +143,12 @@ class Host:
         self._inputs: dict[str, Tensor] = {}
 
     def run(self) -> None:
-        graph, replayed = None, {}
+        replays = Replays(self.machine, self.case.captured)
         for call in range(self.case.calls):
             self.counts.copy_(self.operands.counts[call][self.rank])
             x = self._input("x", self.operands.x[call][self.rank])
             z = self._input("z", self.operands.z[call][self.rank])
-            if not self.case.captured or call % 3 == 0:
-                results = self._step(x, z, keep=call % 2 == 1)
-            else:
-                if graph is None:
-                    with self.machine.capture() as graph:
-                        replayed = self._step(x, z, keep=True)
-                graph.replay()
-                results = replayed
+            results = replays(call, partial(self._step, x, z, keep=call % 2 == 1))
             x.fill_(float("nan"))
             z.fill_(float("nan"))
             for what, result in results.items():

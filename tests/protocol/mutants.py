@@ -1,9 +1,9 @@
 """Broken copies of the package, each with one change of its source, that the tests must catch.
 
-`mutants.diff`, `signalled_expert_mutants.diff` and `embedding_mutants.diff` list them. Each has a
-name, a case that it is run with, a file, and a hunk, or some between lines of `@@`. The lines that
-a hunk finds (context and minus) must occur exactly once in that file, so a mutant that has gone
-stale is an error.
+`mutants.diff`, `signalled_expert_mutants.diff`, `embedding_mutants.diff` and `device_mutants.diff`,
+of own kernels and their primitives, list them. Each has a name, a case that it is run with, a file,
+and a hunk, or some between lines of `@@`. The lines that a hunk finds (context and minus) must
+occur exactly once in that file, so a mutant that has gone stale is an error.
 
 | idea | why it must be caught |
 | --- | --- |
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from device_ranks import OwnCase
 from embedding_ranks import BagsCase
 from expert_cases import ExpertCase
 from protocol_cases import Case
@@ -107,7 +108,14 @@ CASES = {
     "a2a by TMA": ExpertCase("dispatch", most=9, tma=True),
     "a2a, reverse": ExpertCase("dispatch", calls=1, most=9, reverse=True),
     "a2a by TMA, reverse": ExpertCase("dispatch", calls=1, most=9, tma=True, reverse=True),
+    "a2a, nn, reverse": ExpertCase("dispatch", layout="nn", reverse=True),
     "back": ExpertCase("combine"),
+    "back, nn": ExpertCase("combine", layout="nn"),
+    "back by TMA, reverse": ExpertCase(
+        "combine", experts=3, calls=1, most=9, tma=True, reverse=True
+    ),
+    "experts, 1 rank": ExpertCase("both", 1, experts=3),
+    "experts, 4 ranks": ExpertCase("both", 4, experts=1, calls=2, most=9),
     "back, 3 ranks": ExpertCase("combine", 3, experts=1, most=12),
     "captured experts": ExpertCase("both", experts=1, calls=6, captured=True),
     "hopper a2a": ExpertCase("dispatch", hopper=True),
@@ -140,13 +148,21 @@ CASES = {
     "words in parts": Case("ar", **{**_WORDS, "N": 96, "K": 40, "parts": 2}, ctas=6),
     "words gathered in parts": Case("ag", **{**_WORDS, "K": 40, "parts": 2}),
     "captured words": Case("ar", **{**_WORDS, "rows": (1,) * 6}, captured=True),
+    "norm": OwnCase(),
+    "norm, 3 ranks": OwnCase(world_size=3, calls=2),
+    "norm, 1 rank": OwnCase(world_size=1, calls=2),
+    "norm, largest epoch as a signed word": OwnCase(last_epoch=2**31 - 3),
+    "captured norm": OwnCase(M_shard=3, calls=6, captured=True),
+    "barrier": OwnCase("barrier", 3, calls=4),
+    "barrier, largest epoch": OwnCase("barrier", last_epoch=2**32 - 3),
+    "captured barrier": OwnCase("barrier", calls=6, captured=True),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Mutant:
     name: str
-    case: Case | ExpertCase | BagsCase
+    case: Case | ExpertCase | BagsCase | OwnCase
     mutation: Mutation
 
     def __str__(self) -> str:
@@ -179,6 +195,6 @@ def _text(lines: list[str]) -> str:
 HERE = Path(__file__).parent
 MUTANTS = [
     Mutant(title, CASES[case], mutation)
-    for name in ("mutants", "signalled_expert_mutants", "embedding_mutants")
+    for name in ("mutants", "signalled_expert_mutants", "embedding_mutants", "device_mutants")
     for title, case, mutation in hunks(HERE / f"{name}.diff", "case")
 ]

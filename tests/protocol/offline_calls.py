@@ -89,6 +89,7 @@ from flux_megatron import ops, settings
 from flux_megatron.kernels import (
     hopper_config,
     hopper_gemm,
+    hopper_probe,
     launch,
     native_launch,
     triton_launch,
@@ -370,6 +371,7 @@ def new_us(name: str) -> float:
 
 
 def main(path: str, timed: bool) -> None:
+    hopper_probe.compile_kernels("cpu")  # what asks an unknown Triton for its code
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     written: dict[str, Any] = {"calls": {}, "steps": {}, "host_us": {}, "new_us": {}}
     for name in PLANS:
@@ -389,6 +391,8 @@ def main(path: str, timed: bool) -> None:
                     written["steps"][name] = [len(one.segments) for one in programs]
                     with mock.patch.object(calls, "is_watched", return_value=True):
                         of_engines["watched"] = [enqueued(call) for _ in range(2)]
+                    with mock.patch.object(triton_launch, "has_hooks", return_value=True):
+                        of_engines["triton"] = [enqueued(call) for _ in range(2)]
                 if timed and kind != "compile":
                     written["host_us"].setdefault(name, {})[kind] = host_us(Call(name, False))
                 if timed and kind == "native" and "layer" not in name and "low" not in name:

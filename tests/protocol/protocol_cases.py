@@ -6,13 +6,15 @@ allows it. Sizes may grow from call to call. Calls may be replays of a graph, mi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-from virtual_machine import Machine, PackageCopy
+from virtual_machine import Machine, PackageCopy, Replays
 from virtual_ranks import STREAMS, Schedule, Scheduler
 
 from flux_megatron.lab import reference
@@ -47,6 +49,7 @@ class Case:
     ctas: int = 3  # of a persistent kernel
     captured: bool = False  # two calls of three are replays of a graph
     two_streams: bool = False  # of the caller, in turn
+    last_epoch: int = 0  # of the calls before
     # of `hopper`
     transport: str = "copy_engine"
     lacking: int = 0  # rows of the last rank, in GEMM+AR
@@ -70,6 +73,7 @@ class Case:
         options += " bias" * self.bias
         options += " tma" * self.tma + " captured" * self.captured
         options += " of 256 and 1" * self.rounds + " two streams" * self.two_streams
+        options += f" after {self.last_epoch} calls" * bool(self.last_epoch)
         options += " two phases" * self.two_phase
         options += f" {self.parts} parts" * bool(self.parts)
         options += f" tiles of {self.block_n} columns" * bool(self.block_n)
@@ -144,8 +148,7 @@ class Host:
         self._inputs: dict[tuple[str, str], Tensor] = {}
 
     def run(self) -> None:
-        """All calls; with `captured` the second one is captured, and two of three are replays."""
-        step, graph, replayed = STEPS[self.case.host], None, {}
+        step, replays = STEPS[self.case.host], Replays(self.machine, self.case.captured)
         for call in range(len(self.case.rows)):
             if self.case.two_streams:
                 self.machine.scheduler.use_stream(STREAMS[call % 2])
@@ -158,14 +161,7 @@ class Host:
             if scales:
                 how = self.case.dtype, self.case.split, self.case.blockwise, self.case.wire
                 self.scaling = (Scaling(*scales, *how),)
-            if not self.case.captured or call % 3 == 0:
-                results = step(self, ag_x, rs_x, call % 2 == 1)
-            else:
-                if graph is None:
-                    with self.machine.capture() as graph:
-                        replayed = step(self, ag_x, rs_x, True)
-                graph.replay()
-                results = replayed
+            results = replays(call, partial(step, self, ag_x, rs_x, call % 2 == 1))
             for what, result in results.items():
                 self.results[what, call] = torch.empty_like(result).copy_(result)
 
@@ -228,20 +224,25 @@ STEPS: dict[str, Step] = {"ag": ag, "rs": rs, "ar": ar, "backward": backward}
 def run(case: Case, package: PackageCopy, schedule: Schedule) -> Scheduler:
     """`Deadlock`, `OutOfBounds` or `WrongResult` unless all ranks' results equal the reference."""
     operands = Operands(case)
-    machine = Machine(package, case.world_size, case.ctas)
+    machine = Machine(package, case.world_size, case.ctas, last_epoch=case.last_epoch)
     hosts = [Host(case, operands, machine, rank) for rank in range(case.world_size)]
     refuses = mock.Mock(return_value=None if case.gluon else "not asked for")
     with mock.patch.object(package.hopper_gemm, "refuses_bands", refuses):
         scheduler = machine.run(schedule, lambda rank: hosts[rank].run())
+    assert_right(hosts, partial(_expected, case, operands))
+    return scheduler
+
+
+def assert_right(hosts: Iterable[Any], expected: Callable[[str, int], list[Tensor]]) -> None:
+    """`WrongResult` unless each result (what, call) of a host is what is expected of its rank."""
     for host in hosts:
         for (what, call), result in host.results.items():
-            expected = _expected(case, operands, what, call)[host.rank]
-            differ = result.float() != expected.float()
-            if result.dtype != expected.dtype or differ.any():
-                wrong = int(differ.sum())
+            right = expected(what, call)[host.rank]
+            differ = result.float() != right.float()
+            if result.dtype != right.dtype or differ.any():
                 where = f"{what} of call {call} on rank {host.rank}"
-                raise WrongResult(f"{where}: {wrong} of {expected.numel()} elements are wrong")
-    return scheduler
+                wrong = f"{int(differ.sum())} of {right.numel()} elements are wrong"
+                raise WrongResult(f"{where}: {wrong}")
 
 
 def _expected(case: Case, operands: Operands, what: str, call: int) -> list[Tensor]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import ModuleType
 from unittest import mock
 
@@ -24,39 +23,25 @@ from virtual_ranks import Schedule, Scheduler
 
 
 class AllToAlls:
-    """Of one group. The n-th of a rank meets the n-th of all others, and reads when all have come;
-    the same for the counts that hosts ask for.
-    """
+    """Of one group; and the counts that hosts ask for: the n-th time all of them."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._begun: Counter[int] = Counter()  # by rank
-        self._brought: dict[int, dict[int, list[Tensor]]] = {}  # by number and rank
-        self._read: Counter[int] = Counter()  # by number
         self._asked: Counter[int] = Counter()  # by rank
         self._counts: dict[tuple[int, int], Tensor] = {}  # by number and rank
 
     def exchange(self, group: object, received: list[Tensor], sent: list[Tensor]) -> None:
-        scheduler = self._machine.scheduler
-        scheduler.enqueue(
-            "copy", "all-to-all", partial(self._run, scheduler.rank, received, sent)
-        )  # fmt: skip
+        rank = self._machine.scheduler.rank
 
-    def _run(self, rank: int, received: list[Tensor], sent: list[Tensor]) -> None:
-        number = self._begun[rank]
-        self._begun[rank] += 1
-        brought = self._brought.setdefault(number, {})
-        brought[rank] = sent
-        scheduler, ranks = self._machine.scheduler, range(self._machine.world_size)
-        scheduler.wait(lambda: len(brought) == len(ranks), "an all-to-all's other ranks")
-        mine = [brought[r][rank].clone() for r in ranks]
-        for r in ranks:
-            if mine[r].shape != received[r].shape:
-                raise WrongResult(f"rank {r} sends {mine[r].shape}, {received[r].shape} expected")
-        self._read[number] += 1
-        scheduler.wait(lambda: self._read[number] == len(ranks), "others that still read")
-        for target, piece in zip(received, mine, strict=True):
-            target.copy_(piece)
+        def take(brought: list[list[Tensor]]) -> Callable[[], object]:
+            mine = [pieces[rank].clone() for pieces in brought]
+            for r, (piece, target) in enumerate(zip(mine, received, strict=True)):
+                if piece.shape != target.shape:
+                    said = f"rank {r} sends {piece.shape}, {target.shape} expected"
+                    raise WrongResult(said)
+            return lambda: [target.copy_(one) for target, one in zip(received, mine, strict=True)]
+
+        self._machine.collectives.enqueue("all-to-all", sent, take)
 
     def all_counts(self, counts: Tensor, rows: int, capacity: int, space: object) -> Tensor:
         rank, machine = self._machine.scheduler.rank, self._machine

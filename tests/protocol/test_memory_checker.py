@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import triton
@@ -11,54 +13,37 @@ from memory_checker import checked_launches
 from triton.runtime.errors import InterpreterError
 
 pytestmark = needs_interpreter
+STORED, PLACE = 12, 3  # elements, and which of the counters
 
 
 @triton.jit
-def scale(source, result, n, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+def double_and_count(source, result, counters, n, place, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if MASKED:
-        tl.store(result + at, tl.load(source + at, mask=at < n) * 2, mask=at < n)
-    else:
-        tl.store(result + at, tl.load(source + at) * 2)
+    tl.store(result + at, tl.load(source + at, mask=at < n) * 2, mask=at < n)
+    tl.atomic_add(counters + place, 1)
 
 
-@triton.jit
-def count(counters, at):
-    tl.atomic_add(counters + at, 1)
-
-
-def test_right_addresses_pass():
-    source, result = torch.arange(12.0), torch.zeros(12)
-    with checked_launches():
-        scale[(2,)](source, result, 12, BLOCK=8, MASKED=True)
-    assert torch.equal(result, source * 2)
+def launch(*sizes: int) -> list[torch.Tensor]:
+    """With views of such sizes, whose neighbours in memory are not theirs."""
+    views = [torch.arange(32.0)[: sizes[0]], *(torch.zeros(32)[:size] for size in sizes[1:])]
+    double_and_count[(2,)](*views, STORED, PLACE, BLOCK=8)
+    return views
 
 
 @pytest.mark.parametrize(
-    ("n_source", "n_result", "argument"), [(12, 16, "source"), (16, 12, "result")]
+    ("sizes", "said"),
+    [
+        ((12, 12, 4), ""),
+        ((8, 12, 4), "load of 4 bytes 0 bytes past the end of argument source"),
+        ((12, 8, 4), "store of 4 bytes 0 bytes past the end of argument result"),
+        ((12, 12, 2), "atomic of 4 bytes 4 bytes past the end of argument counters"),
+    ],
 )
-def test_wrong_load_and_store_name_the_argument(n_source, n_result, argument):
-    storage = torch.zeros(64)  # a view's neighbours are not the view
-    with (
-        checked_launches(),
-        pytest.raises(InterpreterError, match=f"0 bytes past the end of argument {argument}"),
-    ):
-        scale[(2,)](storage[:n_source], storage[32 : 32 + n_result], 16, BLOCK=8, MASKED=False)
-
-
-def test_wrong_atomic():
-    counters = torch.zeros(4, dtype=torch.int32)
-    with (
-        checked_launches(),
-        pytest.raises(InterpreterError, match="atomic of 4 bytes 8 bytes past the end"),
-    ):
-        count[(1,)](counters, 6)
-    assert not counters.any()
-
-
-def test_nothing_is_left_behind():
-    with checked_launches():
-        count[(1,)](torch.zeros(4, dtype=torch.int32), 3)
-    storage = torch.zeros(8, dtype=torch.int32)
-    count[(1,)](storage[:4], 6)  # unchecked again: within the storage, beyond the view
-    assert storage[6] == 1
+def test_a_wrong_address_names_the_argument(sizes, said):
+    refused = pytest.raises(InterpreterError, match=said) if said else nullcontext()
+    with checked_launches(), refused:
+        source, result, counters = launch(*sizes)
+    if not said:
+        assert torch.equal(result, source * 2)
+        assert counters.tolist() == [0, 0, 0, 2]
+    launch(*sizes)  # unchecked again: within the storage, beyond the view

@@ -1,5 +1,6 @@
-"""Whole calls of the kernels for GPUs, by Python and by C: the same driver calls in the same order,
-and the same parameters of kernels, but for the epoch. Needs no GPU.
+"""Whole calls of the kernels for GPUs, by Triton's own launches, by direct ones of Python and by C:
+the same driver calls in the same order, and the same parameters of kernels, but for the epoch.
+Needs no GPU.
 """
 
 from __future__ import annotations
@@ -112,17 +113,22 @@ def without_epoch(call: dict, number: int) -> tuple[list, list]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_c_does_what_python_does(calls, name):
-    compiled, by_python, native, watched = calls[name].values()
-    for engine, listed in ((compiled, True), (by_python, False), (native, True), (watched, False)):
+    compiled, by_python, native, watched, by_triton = calls[name].values()
+    for engine in calls[name].values():
+        listed = engine in (compiled, native)
         assert [call["by_list"] for call in engine] == [listed] * len(engine)
     assert [what for what, *_ in by_python[0]["done"]] == CALLS[name]
-    of_parity = [without_epoch(call, len(native) + number) for number, call in enumerate(watched)]
-    assert of_parity[0] != of_parity[1] or name.startswith("low_latency"), "two regions"
+    direct, of_triton = (
+        [without_epoch(call, len(native) + number) for number, call in enumerate(engine, begun)]
+        for begun, engine in ((0, watched), (len(watched), by_triton))
+    )
+    assert direct == of_triton, "what a direct launch hands over is what Triton's own does"
+    assert direct[0] != direct[1] or name.startswith("low_latency"), "two regions"
     for number, call in enumerate(native):
         done, given = without_epoch(call, number)
         assert [what for what, *_ in done] == CALLS[name]
         # Python's call of the same parity, which uses the same memory
-        assert (done, given) == of_parity[number % 2]
+        assert (done, given) == direct[number % 2]
         assert call["made"] == native[0]["made"], "memory that C would not take anew"
         assert call["made"]
         assert given

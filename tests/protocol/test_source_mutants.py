@@ -1,5 +1,5 @@
 """Every source mutant must fail the test that its list names; and every file that runs in a call
-has a mutant, here, in `mutants.py` or in `device_mutants.diff`.
+has a mutant, here or in `mutants.py`.
 
 Run as a script, this file prints how many mutants each file has:
 
@@ -15,7 +15,6 @@ import pytest
 from interpreted_access import needs_interpreter
 from mutants import MUTANTS
 from source_mutants import SOURCE_MUTANTS, outcome
-from test_device_ranks import DEVICE_MUTANTS
 from virtual_machine import SOURCE
 
 ROOMS = ("kernels", "overlap", "expert_parallel", "symm", "tuning", "nn", "embedding", "device")
@@ -38,8 +37,7 @@ def mutants_by_file() -> Counter[str]:
     counts = Counter(
         {str(file.relative_to(SOURCE)): 0 for file in files if file.stem != "__init__"}
     )
-    listed = (*MUTANTS, *DEVICE_MUTANTS, *SOURCE_MUTANTS)
-    counts.update(mutant.mutation.path for mutant in listed)
+    counts.update(mutant.mutation.path for mutant in (*MUTANTS, *SOURCE_MUTANTS))
     return counts
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from interpreted_access import needs_interpreter
 from protocol_cases import Case, run
-from virtual_machine import Machine, PackageCopy
+from virtual_machine import Machine
 from virtual_ranks import STANDARD, Deadlock, Schedule
 
 pytestmark = needs_interpreter
@@ -16,7 +18,7 @@ _BLOCKS = {
     "blockwise": True,
 }  # fmt: skip
 
-# W = 2: everything that the protocol may depend on
+# at first W = 2, and everything that the protocol may depend on
 CASES = [
     Case("ag", bias=True),
     Case("ag", layout="nn", comm_rows=0),
@@ -43,35 +45,23 @@ CASES = [
     Case("ar", rows=(7, 20, 20), comm_rows=5),
     Case("ar", "pipelined", rows=(7, 20, 20), comm_rows=5, layout="nn"),
 ]
-
-
-# Six calls: eager, captured and replayed, replayed again, eager, replayed twice
-SIX = (9,) * 6
-CAPTURED = [
-    Case(host, strategy, world_size, rows=SIX, N=16, comm_rows=5, captured=True)
-    for host in ("ag", "rs", "backward")
-    for strategy in ("fused", "pipelined")
-    for world_size in (2, 3)
-] + [Case("ar", "pipelined", 3, rows=SIX, N=16, comm_rows=5, captured=True)]
+# six calls: eager, captured and replayed, replayed again, eager, replayed twice
+SIX = {"rows": (9,) * 6, "N": 16, "comm_rows": 5, "captured": True}
+for _host, _strategy in product(("ag", "rs", "backward"), ("fused", "pipelined")):
+    CASES += [Case(_host, _strategy, ranks, **SIX) for ranks in (2, 3)]
+    CASES += [
+        Case(_host, _strategy, ranks, rows=(20, 11, 11), N=16, comm_rows=8) for ranks in (1, 3, 4)
+    ]
+CASES += [Case("ar", "pipelined", 3, **SIX)]
+# across the largest epoch, 2**31 - 1 as a signed word, and across 2**32
+CASES += [
+    Case("backward", strategy, rows=(9,) * 4, last_epoch=last)
+    for strategy in ("fused", "pipelined") for last in (2**31 - 2, 2**32 - 2)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_two_ranks(package, case):
-    for schedule in STANDARD:
-        run(case, package, schedule)
-
-
-@pytest.mark.parametrize("case", CAPTURED, ids=str)
-def test_replays_between_eager_calls(package, case):
-    for schedule in STANDARD:
-        run(case, package, schedule)
-
-
-@pytest.mark.parametrize("strategy", ["fused", "pipelined"])
-@pytest.mark.parametrize("host", ["ag", "rs", "backward"])
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_world_sizes(package, host, strategy, world_size):
-    case = Case(host, strategy, world_size, rows=(20, 11, 11), N=16, comm_rows=8)
+def test_every_schedule(package, case):
     for schedule in STANDARD:
         run(case, package, schedule)
 
@@ -93,37 +83,6 @@ def test_other_seed_other_run(package):
     case = Case("ag", rows=(8, 8), N=16)
     traces = [run(case, package, Schedule("", "random", seed=seed)).trace for seed in (1, 2)]
     assert traces[0] != traces[1]
-
-
-def test_epochs_wrap_around(package):
-    """Calls across the largest epoch, 2**31 - 1 as a signed word, and across 2**32."""
-    for last in (2**31 - 2, 2**32 - 2):
-        machine = _machine_after_epoch(package, last)
-        x = [torch.arange(6.0).view(2, 3) + rank for rank in range(2)]
-        seen: dict[tuple[int, int], torch.Tensor] = {}
-
-        def host(rank: int, machine=machine, x=x, seen=seen) -> None:
-            for call in range(4):
-                mine = torch.empty_like(x[rank]).copy_(x[rank])
-                mine += call
-                plan = package.problem.Plan("fused", comm_rows=1)
-                gather = package.fused.start_gather(mine, plan, machine.workspaces[rank])
-                gathered = gather.complete()
-                seen[rank, call] = torch.empty_like(gathered).copy_(gathered)
-                gather.close()
-
-        machine.run(STANDARD[4], host)
-        for (_, call), gathered in seen.items():
-            torch.testing.assert_close(gathered, torch.cat(x) + call, rtol=0, atol=0)
-
-
-def _machine_after_epoch(package: PackageCopy, epoch: int) -> Machine:
-    machine = Machine(package, world_size=2, ctas=1)
-    for workspace in machine.workspaces:
-        workspace.channels["gather"].epoch = epoch
-        for pad in workspace.channels["gather"]._pads:
-            pad.fill_(package.signals.as_int32(epoch))
-    return machine
 
 
 def test_deadlock_names_who_waits_for_what(package):

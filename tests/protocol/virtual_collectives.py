@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-from torch import Tensor
 from virtual_ranks import Scheduler
 
 
@@ -18,29 +18,28 @@ class VirtualCollectives:
     def __init__(self, world_size: int, scheduler: Callable[[], Scheduler]) -> None:
         self._world_size, self._scheduler = world_size, scheduler
         self._begun: Counter[int] = Counter()  # by rank
-        self._brought: dict[int, dict[int, Tensor]] = {}  # by number and rank
+        self._brought: dict[int, dict[int, Any]] = {}  # by number and rank
         self._read: Counter[int] = Counter()  # by number
 
     def enqueue(
-        self, name: str, target: Tensor, source: Tensor, share: Callable[[Tensor], Tensor]
+        self, name: str, brings: Any, take: Callable[[list[Any]], Callable[[], object]]
     ) -> None:
-        """target <- share(sum of the ranks' sources), in the calling rank's copy stream."""
+        """In the calling rank's copy stream. `take` is given what each rank brings, and returns
+        what writes the result when all have read.
+        """
         scheduler = self._scheduler()
-        body = partial(self._run, scheduler.rank, target, source, share)
-        scheduler.enqueue("copy", name, body)
+        scheduler.enqueue("copy", name, partial(self._run, scheduler.rank, brings, take))
 
     def _run(
-        self, rank: int, target: Tensor, source: Tensor, share: Callable[[Tensor], Tensor]
+        self, rank: int, brings: Any, take: Callable[[list[Any]], Callable[[], object]]
     ) -> None:
         number = self._begun[rank]
         self._begun[rank] += 1
         brought = self._brought.setdefault(number, {})
-        brought[rank] = source
+        brought[rank] = brings
         scheduler = self._scheduler()
         scheduler.wait(lambda: len(brought) == self._world_size, "a collective's other ranks")
-        shapes = {tensor.shape for tensor in brought.values()}
-        assert len(shapes) == 1, f"ranks bring {shapes} to one collective"
-        result = share(sum(brought[r] for r in range(self._world_size)))
+        write = take([brought[r] for r in range(self._world_size)])
         self._read[number] += 1
         scheduler.wait(lambda: self._read[number] == self._world_size, "others that still read")
-        target.copy_(result)
+        write()

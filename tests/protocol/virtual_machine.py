@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -74,6 +75,8 @@ class Mutation:
 class PackageCopy:
     """The modules of the package as they are now, by their last name: `package.transfer`."""
 
+    mutation: Mutation | None = None  # of a file that is none of the package: an own kernel's
+
     def __init__(self, package: str) -> None:
         importlib.import_module("flux_megatron.kernels")
         for module in _MODULES:
@@ -88,6 +91,11 @@ def mutated(mutation: Mutation, folder: Path) -> Iterator[PackageCopy]:
     """The package with one change, in `folder`, because the interpreter reads sources. The module
     is imported anew and so is what depends on it; all other modules are those of the package.
     """
+    if not (SOURCE / mutation.path).exists():
+        package = PackageCopy("flux_megatron")
+        package.mutation = mutation
+        yield package
+        return
     changed, file = module_name(mutation.path), folder / Path(mutation.path).name
     file.write_text(mutation.apply((SOURCE / mutation.path).read_text()))
     with imported_anew(dependents(changed)), mock.patch.object(
@@ -112,13 +120,19 @@ class _Group:
 
     def allreduce(self, tensors: list[Tensor]) -> _Work:
         """In the copy stream, which stands for the communication stream too."""
-        (tensor,) = tensors
-        self._collectives.enqueue("all-reduce", tensor, tensor, lambda total: total)
-        return _Work()
+        return self._sum("all-reduce", *tensors, *tensors, slice(None))
 
     def _reduce_scatter_base(self, y: Tensor, block: Tensor, options: object) -> _Work:
         mine = slice(self._rank * y.shape[0], (self._rank + 1) * y.shape[0])
-        self._collectives.enqueue("reduce-scatter", y, block, lambda total: total[mine])
+        return self._sum("reduce-scatter", y, block, mine)
+
+    def _sum(self, name: str, target: Tensor, source: Tensor, mine: slice) -> _Work:
+        def take(brought: list[Tensor]) -> Callable[[], Tensor]:
+            shapes = {tensor.shape for tensor in brought}
+            assert len(shapes) == 1, f"ranks bring {shapes} to one collective"
+            return partial(target.copy_, sum(brought)[mine])
+
+        self._collectives.enqueue(name, source, take)
         return _Work()
 
     def rank(self) -> int:
@@ -195,12 +209,13 @@ class Machine:
 
     def __init__(
         self, package: PackageCopy, world_size: int, ctas: int,
-        channels: Sequence[str] = ("gather", "scatter"),
+        channels: Sequence[str] = ("gather", "scatter"), last_epoch: int = 0,
     ) -> None:  # fmt: skip
+        """`last_epoch` is that of the calls before, in all channels."""
         self.package, self.world_size = package, world_size
         self._ctas = ctas  # at most, of a persistent kernel
-        self._collectives = VirtualCollectives(world_size, lambda: self.scheduler)
-        self._groups = [_Group(rank, world_size, self._collectives) for rank in range(world_size)]
+        self.collectives = VirtualCollectives(world_size, lambda: self.scheduler)
+        self._groups = [_Group(rank, world_size, self.collectives) for rank in range(world_size)]
         self._allocated: list[tuple[Tensor, ...]] = []
         self._allocations: Counter[int] = Counter()
         self._arrivals: Counter[int] = Counter()
@@ -212,9 +227,10 @@ class Machine:
                 space = package.workspace.Workspace(group, torch.device("cpu"))
                 space.engine = _copy_stream(package, self)
                 for name in channels:
-                    space.channels[name] = package.channel.Channel(
-                        group, space.device, space._status
-                    )
+                    channel = package.channel.Channel(group, space.device, space._status)
+                    channel.epoch, space.channels[name] = last_epoch, channel
+                    for pad in channel._pads:
+                        pad.fill_(package.signals.as_int32(last_epoch))
                 self.workspaces.append(space)
 
     def run(self, schedule: Schedule, host: Callable[[int], None]) -> Scheduler:
@@ -340,3 +356,22 @@ class Machine:
             lambda: missing(addresses, epoch) is None,
             f"words of rank {source}, epoch {epoch} (a word has {missing(addresses, epoch)})",
         )
+
+
+class Replays:
+    """The steps of one host: as they are, or of `captured` ones two of three replays of a graph."""
+
+    def __init__(self, machine: Machine, captured: bool) -> None:
+        self._machine, self._captured = machine, captured
+        self._graph: Graph | None = None
+        self._replayed: Any = None
+
+    def __call__(self, call: int, step: Callable[[], Any]) -> Any:
+        """What the step gives; all of a graph are the first one that is captured, of call 1."""
+        if not self._captured or call % 3 == 0:
+            return step()
+        if self._graph is None:
+            with self._machine.capture() as self._graph:
+                self._replayed = step()
+        self._graph.replay()
+        return self._replayed

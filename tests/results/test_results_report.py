@@ -58,7 +58,7 @@ def test_json_on_stdout_stands_alone_and_needs_no_torch(finished):
 
 
 def test_a_finished_run_stands_beside_the_paper(finished, tmp_path):
-    code, output = invoke(finished, "--json", tmp_path / "all.json", "--out", tmp_path / "out")
+    code, output = invoke(finished, "--json", tmp_path / "all.json")
     assert code == 0, output
     (found,) = json.loads((tmp_path / "all.json").read_text())
     by_pair = {(one["arm"], one["baseline"]): one for one in found["speedups"]}
@@ -76,11 +76,8 @@ def test_a_finished_run_stands_beside_the_paper(finished, tmp_path):
     tokens = workload.model.seq_length * workload.training.global_batch
     assert arm["tokens_per_second"] == pytest.approx(tokens / arm["step"]["median"])
     assert arm["mfu"] == pytest.approx(flops.mfu(workload, arm["step"]["median"]))
-    name = PAPER.replace("/", "_")
-    assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    page = (tmp_path / "out" / f"{name}.md").read_text()
-    for text in (output, page):
-        assert all(word in text for word in ("up to 1.24", "flux over megatron", "within"))
+    shown = ("128 x A100-PCIE-80GB", "up to 1.24", "flux over megatron", "within")
+    assert all(word in output for word in shown)
 
 
 def test_repeats_are_compared_pair_by_pair(tmp_path, experiment):
@@ -128,7 +125,7 @@ def test_rounds_of_a_run_are_its_repeats(tmp_path, experiment):
     for one, level in zip(rounds[:2], (1.0, 1.2), strict=True):
         times = {"megatron": [10.5 * level] * 30, "flux": [10 * level] * 30}
         megatron_run(one, experiment, times)
-    code, output = invoke(tmp_path / "run", "--out", tmp_path / "out")
+    code, output = invoke(tmp_path / "run")
     assert code == 0, output
     speedups = [line.split() for line in output.splitlines() if "flux over megatron" in line]
     assert [line[0] for line in speedups] == ["1", "2", "all"]
@@ -195,6 +192,7 @@ def test_a_training_of_ours(tmp_path):
     (speedup,) = found.speedups
     assert speedup.speedup.verdict == "not significant"
     assert found.arms[0]["flux"].mfu is None  # nobody knows a CPU's peak
+    assert found.plain()["machine"] == "4 ranks on a CPU, kernels interpreted"
     assert "DIFFERENT" in invoke(folder)[1]
     assert "within" in invoke(folder, "--loss-bound", "0.002")[1]
 

@@ -43,12 +43,6 @@ def test_slurm_accepts_every_experiment(slurm, tmp_path, name):
     assert "Requested node configuration is not available" in reason
 
 
-def test_slurm_refuses_more_gpus_than_a_node_has(slurm, tmp_path):
-    job = written("paper/gpt3-175b_h800-nvlink", tmp_path)
-    accepted, reason = planned(slurm, "gpu", job, "--gpus-per-node=9")
-    assert not accepted, reason
-
-
 def written(name: str, folder: Path, *options: str) -> Path:
     """The job script of an experiment."""
     checkout, run = folder / "Megatron-LM", folder / "run"

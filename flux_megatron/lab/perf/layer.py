@@ -27,7 +27,7 @@ HOST_US = 9000.0
 # What TransformerEngine's userbuffers add to a layer beside its linear operations. Rows of single
 # operations do not show it: measured steps with `--tp-comm-overlap` are up to 9 ms longer than
 # those rows make them. Fitted to docs/results/h200x2/iterations.jsonl and h200x4/iterations.jsonl
-# (TransformerEngine 2.11); tests/perf/test_userbuffers.py compares: us of a layer and micro-batch,
+# (TransformerEngine 2.11); tests/perf/test_accuracy.py compares: us of a layer and micro-batch,
 # and, in models with biases, of each GB of an [M, ffn / tp] tensor.
 USERBUFFERS = "userbuffers"
 USERBUFFERS_US, USERBUFFERS_US_BY_GB = 306.44, 5378.1

@@ -13,7 +13,6 @@ Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of r
 def results(
     runs: Runs,
     json_: Annotated[Path | None, typer.Option("--json", help="All figures; - for stdout")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for Markdown and a plot")] = None,
     loss_bound: Annotated[float | None, typer.Option(help="Nats; default by dtype")] = None,
 ) -> None:
     """Step time, speedup with its interval, and loss parity of the arms of launched experiments."""
@@ -27,8 +26,6 @@ def results(
     found = reports([one for run in runs for one in read(run)], loss_bound)
     if json_ is not None:
         option_values.json_target(json_)
-    if out is not None:
-        option_values.folder("--out", out)
     # what a program reads on stdout has no table in it
     console = Console(stderr=json_ == option_values.STDOUT)
     if not console.is_terminal:
@@ -41,12 +38,3 @@ def results(
             console.print(remark, soft_wrap=True, highlight=False, markup=False)
     if json_ is not None:
         option_values.write_json(json_, [report.plain() for report in found])
-    if out is None:
-        return
-    with option_values.writing("--out", out):
-        for index, report in enumerate(found, start=1):
-            name = report.experiment.name.replace("/", "_")
-            file = out / (f"{index}_{name}" if len(found) > 1 else name)
-            file.with_name(f"{file.name}.md").write_text(tables.as_markdown(report))
-            tables.draw(report, file.with_name(f"{file.name}.png"))
-            console.print(f"wrote {file}.md and {file}.png", soft_wrap=True, highlight=False)

@@ -1,16 +1,13 @@
-"""A report as tables, for the terminal and as Markdown, and as a picture."""
+"""A report as tables of the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from io import StringIO
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flux_megatron.lab.results.report import Report
 from flux_megatron.lab.results.statistics import COVERAGE, Speedup
-from flux_megatron.lab.results.summary import ArmSummary, Parity, loss_differences
-from flux_megatron.launch.workload import Arm
+from flux_megatron.lab.results.summary import ArmSummary, Parity
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,20 +20,16 @@ HEADS = {
     "loss: absolute differences, nats": "run arms >common >max >mean >first_at bound verdict",
 }
 Row = Sequence[str]
-# of the lines of losses: a later arm's is thinner, so that equal curves are all seen
-COLOURS = {"megatron": "#555555", "te": "#2a78d6", "flux": "#d6452a"}
-WIDTHS: dict[Arm, float] = {"megatron": 6.0, "te": 3.5, "flux": 1.0}
-ALPHAS = {"megatron": 0.35, "te": 0.5, "flux": 1.0}
 
 
-def tables(report: Report, markdown: bool = False) -> list[Table]:
+def tables(report: Report) -> list[Table]:
     """Arms, speedups, losses; those without a row are left out."""
-    from rich.box import MARKDOWN, SIMPLE
+    from rich.box import SIMPLE
     from rich.table import Table
 
     found, first = [], 0 if len(report.runs) > 1 else 1
     for (title, heads), rows in zip(HEADS.items(), _rows(report), strict=True):
-        table = Table(title=title, title_justify="left", box=MARKDOWN if markdown else SIMPLE)
+        table = Table(title=title, title_justify="left", box=SIMPLE)
         for head in heads.split()[first:]:
             table.add_column(
                 head.lstrip(">").replace("_", " "),
@@ -47,19 +40,6 @@ def tables(report: Report, markdown: bool = False) -> list[Table]:
             table.add_row(*row[first:])
         found += [table] if rows else []
     return found
-
-
-def as_markdown(report: Report) -> str:
-    from rich.console import Console
-
-    console = Console(file=StringIO(), width=10_000)
-    console.print(f"# {report.experiment.name}\n\n{report.machine}.\n")
-    for table in tables(report, markdown=True):
-        console.print(f"## {table.title}")
-        table.title = None
-        console.print(table)
-    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
-    return "\n".join([*lines, *(f"- {remark}" for remark in remarks(report))]) + "\n"
 
 
 def remarks(report: Report) -> list[str]:
@@ -137,46 +117,3 @@ def _events(one: ArmSummary) -> list[str]:
         f"{one.torn} unfinished last lines left out": one.torn,
     }
     return [text for text, count in found.items() if count]
-
-
-def draw(report: Report, file: Path) -> None:
-    """A PNG: step times, losses, and how far these lie apart. Warm-up is pale, a restart a dotted
-    line, and all runs of an arm have its colour.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(9, 10), layout="constrained")
-    figure.suptitle(f"{report.experiment.name}: {report.machine}")
-    times, losses, differences = figure.subplots(3, 1, sharex=True)
-    for run, arm in ((run, arm) for run in report.runs for arm in WIDTHS if arm in run.arms):
-        series, colour = run.arms[arm], COLOURS[arm]
-        warm = series.warm(report.experiment.arms[arm].training.warmup_steps)
-        for shown, alpha, label in ((series.iterations, 0.2, None), (warm, 0.9, arm)):
-            points = [i.number for i in shown], [i.seconds * 1e3 for i in shown]
-            times.plot(*points, ".", color=colour, alpha=alpha, label=label)
-        for restart in series.restarts:
-            times.axvline(restart, color=colour, linestyle=":", linewidth=1)
-        logged = [(i.number, i.loss) for i in series.iterations if i.loss is not None]
-        numbers, values = [x for x, _ in logged], [y for _, y in logged]
-        style = {"linewidth": WIDTHS[arm], "alpha": ALPHAS[arm]}
-        losses.plot(numbers, values, color=colour, label=arm, **style)
-        if arm != "megatron" and "megatron" in run.arms:
-            apart = loss_differences(series, run.arms["megatron"])
-            name = f"|{arm} - megatron|"
-            differences.plot([*apart], [*apart.values()], color=colour, label=name, linewidth=1.2)
-    # a first iteration that takes a minute must not flatten all others
-    slowest = [one for run in report.runs for arm in run.arms for one in run.warm_times(arm)]
-    times.set(ylabel="step time (ms)", ylim=(0, 1.1e3 * max(slowest) if slowest else None))
-    losses.set(ylabel="loss (nats)")
-    differences.set(ylabel="loss difference (nats)", xlabel="iteration")
-    differences.set_yscale("symlog", linthresh=1e-6)
-    differences.set_ylim(bottom=-1e-7)  # so that a line at 0 is seen
-    differences.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    for axes in (times, losses, differences):
-        axes.grid(alpha=0.3)
-        handles, names = axes.get_legend_handles_labels()
-        if once := dict(zip(names, handles, strict=True)):
-            axes.legend(once.values(), once.keys())
-    FigureCanvasAgg(figure).print_png(str(file))

@@ -1,6 +1,7 @@
-"""What the norm's kernels touch, interpreted, and what Triton makes of them for GPUs.
+"""What the kernels of rows touch, interpreted, and what Triton makes of them for GPUs: those of
+norms and of the experts' activation and scaling.
 
-The compiled kernels are what the forward's and backward's claim to memory bandwidth rests on, as
+The compiled norms are what the forward's and backward's claim to memory bandwidth rests on, as
 far as instructions show it: x is loaded once, in units of 16 bytes, and registers suffice.
 """
 
@@ -14,10 +15,11 @@ from memory_checker import checked_launches
 from ptx_order import Ptx
 from triton.runtime.errors import InterpreterError
 
-from flux_megatron.kernels import norm
+from flux_megatron.kernels import expert_activation, norm
 
-SCRIPT = "compile_norm.py"
-SHARED_BYTES_MAX = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
+SCRIPT = "compile_rows.py"
+SHARED_BYTES_MAX = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+CAPACITY, FFN = 5, 24
 WIDE_LOAD = r"ld\.global\.\S*v4|cp\.async\.c[ag]\.shared\.global.*, 0x10,"
 
 
@@ -41,13 +43,32 @@ def test_only_its_arguments_are_touched(M, N, center):
         launch(M, N, center)
 
 
+def of_experts(counts: list[list[int]], cut: int = 0) -> None:
+    """All four kernels; dy has `cut` rows less than x."""
+    received = torch.tensor(counts, dtype=torch.int32)
+    x, dy = torch.randn(CAPACITY, 2 * FFN), torch.randn(CAPACITY, FFN)
+    expert_activation.gated_forward(x, received, "silu")
+    expert_activation.gated_backward(dy, x, received, "gelu")
+    y = expert_activation.scaled_forward(dy, torch.ones(CAPACITY))
+    expert_activation.scaled_backward(dy[cut:], y, torch.ones(CAPACITY))
+
+
 @needs_interpreter
-def test_a_row_too_few_is_noticed():
+@pytest.mark.parametrize("counts", [[[1, 0], [0, 2]], [[0, 0], [0, 0]], [[9, 9], [9, 9]]])
+def test_only_their_arguments_are_touched_by_those_of_experts(counts):
+    with checked_launches():
+        of_experts(counts)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("too_few", [lambda: launch(70, 100, True, cut=1),
+                                     lambda: of_experts([[1, 1]], cut=1)])  # fmt: skip
+def test_a_row_too_few_is_noticed(too_few):
     with checked_launches(), pytest.raises(InterpreterError, match="past the end of argument dy"):
-        launch(70, 100, True, cut=1)
+        too_few()
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("architecture", SHARED_BYTES_MAX)
 def test_shared_memory_suffices(compiled, architecture):
     for name, kernel in named(compiled, architecture).items():
         assert kernel["shared_bytes"] <= SHARED_BYTES_MAX[architecture], name
@@ -55,6 +76,7 @@ def test_shared_memory_suffices(compiled, architecture):
 
 def test_registers_suffice(compiled):
     """All but a few, in LayerNorm's backward of the widest rows."""
+    assert len(named(compiled, "experts")) == 3 * 12
     for name, kernel in compiled.items():
         few = 100 if {"layer_norm", "backward", "12288"} <= {*name.split()} else 0
         assert kernel["spilled_bytes"] <= few, name

@@ -1,6 +1,7 @@
-"""Compiles the norm's kernels for GPUs that are not there, in a process without the interpreter.
+"""Compiles the kernels of rows, of norms and of the experts' activation and scaling, for GPUs that
+are not there, in a process without the interpreter.
 
-    python compile_norm.py FILE    writes JSON: name -> {"ptx", "shared_bytes", "spilled_bytes"}
+    python compile_rows.py FILE    writes JSON: name -> {"ptx", "shared_bytes", "spilled_bytes"}
 
 As their launchers fix them, for rows of the widths of real models; spills are what the assembler
 reports.
@@ -23,17 +24,19 @@ from kept_code import compiled_or_kept
 from recorded_launches import launchers_of, memory
 from triton.backends.compiler import GPUTarget
 
-from flux_megatron.kernels import launch, norm
+from flux_megatron.kernels import expert_activation, launch, norm
 from flux_megatron.kernels.triton_launch import Launcher
 
 CASES = [(torch.bfloat16, N) for N in (100, 4096, 8192, 12288)] + [(torch.float32, 8192)]
 SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 CTAS, ROWS = 132, 2048
+# of Mixtral 8x7B, 4096 tokens on each of 2 ranks
+CAPACITY, SLOTS, FFN, HIDDEN = 16384, 16, 14336, 4096
 _STATISTICS = ("mean", "rstd", "partials", "scale", "dscale")  # fp32 whatever x is
 _NUMBERS = ("M", "slots", "capacity", "x_stride", "ctas", "N")
 
 
-def _launchers(N: int, dtype: torch.dtype, kind: str) -> Iterator[tuple[str, Launcher]]:
+def _of_norms(N: int, dtype: torch.dtype, kind: str) -> Iterator[tuple[str, Launcher]]:
     center = kind == "layer_norm"
     x, weight, rstd = memory(ROWS, N, dtype=dtype), memory(N, dtype=dtype), memory(ROWS)
     kind_of = {"one_plus": False}
@@ -50,6 +53,21 @@ def _launchers(N: int, dtype: torch.dtype, kind: str) -> Iterator[tuple[str, Lau
     yield from (("forward", forward), ("backward", backward))
     if N == 8192 and center:  # one stands for all: sizes are no constants to it
         yield "sum_partials", sum_partials
+
+
+def _of_experts(dtype: torch.dtype) -> Iterator[tuple[str, Launcher]]:
+    dy, x = memory(CAPACITY, FFN, dtype=dtype), memory(CAPACITY, 2 * FFN, dtype=dtype)
+    rows, scale = memory(CAPACITY // 2, HIDDEN, dtype=dtype), memory(CAPACITY // 2)
+    received, kernels = memory(SLOTS), expert_activation
+    calls: dict[str, Callable[[], object]] = {
+        "scaled forward": lambda: kernels.scaled_forward(rows, scale),
+        "scaled backward": lambda: kernels.scaled_backward(rows, rows, scale),
+    }
+    for one in ("silu", "gelu"):
+        calls[f"{one} forward"] = partial(kernels.gated_forward, x, received, one)
+        calls[f"{one} backward"] = partial(kernels.gated_backward, dy, x, received, one)
+    for name, call in calls.items():
+        yield name, *launchers_of(call)
 
 
 def compiled(launcher: Launcher, architecture: int, dtype: torch.dtype, kind: str) -> dict:
@@ -81,9 +99,13 @@ def compiled(launcher: Launcher, architecture: int, dtype: torch.dtype, kind: st
 def shipped() -> Iterator[tuple[str, Callable[[], dict]]]:
     kinds = ("layer_norm", "rms_norm")
     for architecture, (dtype, N), kind in itertools.product((80, 90), CASES, kinds):
-        for name, launcher in _launchers(N, dtype, kind):
+        for name, launcher in _of_norms(N, dtype, kind):
             title = f"sm_{architecture} {kind} {name} {SHORT[dtype]} {N}"
             yield title, partial(compiled, launcher, architecture, dtype, kind)
+    for architecture, dtype in itertools.product((80, 90, 100), SHORT):
+        for name, launcher in _of_experts(dtype):
+            title = f"sm_{architecture} experts {name} {SHORT[dtype]}"
+            yield title, partial(compiled, launcher, architecture, dtype, name)
 
 
 if __name__ == "__main__":
