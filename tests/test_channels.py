@@ -14,7 +14,7 @@ from closeness import assert_exact
 from ranks import DEVICE, FUSED, be_late, here, on_device_ranks
 
 import flux_megatron
-from flux_megatron import errors, ops
+from flux_megatron import errors, pieces
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import device as devices
 from flux_megatron.symm import signals
@@ -132,11 +132,11 @@ def test_poison_is_what_a_stale_read_finds(rank, poison):
     """What a reader finds in a buffer after the call that owned it: NaN, if poison is on."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x, w = (torch.ones(s, dtype=dtype, device=DEVICE) for s in ((6, 4), (5, 4)))
-        gather = ops.start_gather(x, w, dist.group.WORLD)
+        gather = pieces.start_gather(x, w, dist.group.WORLD)
         gathered = gather.complete()
         assert (gathered == 1).all()
         gather.close()
-        scatter = ops.start_gemm_rs(x, w, dist.group.WORLD)
+        scatter = pieces.start_gemm_rs(x, w, dist.group.WORLD)
         scatter.finish()
         (in_flight,) = scatter.calls
         received = in_flight.region.view(rank, (2, 3, 5), x.dtype)
@@ -152,7 +152,7 @@ def test_both_directions_in_flight(rank):
             be_late(0.02)
         given = operands(Case("gemm_rs", 7, 5, 3, seed=seed), 2)
         x = torch.full((4, 3), float(10 * seed + rank), device=DEVICE)
-        gather = ops.start_gather(x, torch.ones(2, 3, device=DEVICE), group)
+        gather = pieces.start_gather(x, torch.ones(2, 3, device=DEVICE), group)
         y = call(Case("gemm_rs", 7, 5, 3, seed=seed), given, group)
         expected = torch.tensor([10.0 * seed, 10.0 * seed + 1]).repeat_interleave(4)
         assert_exact(gather.complete(), expected[:, None].expand(8, 3))

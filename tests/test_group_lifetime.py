@@ -17,7 +17,7 @@ from cases import Case, check
 from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
 
 import flux_megatron
-from flux_megatron import errors, ops, settings
+from flux_megatron import errors, ops, pieces, settings
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.overlap import fused, signalled, transfer
 from flux_megatron.problem import Plan, Tile
@@ -281,7 +281,8 @@ def test_what_pushes_read_is_held_until_the_finishing_stream_has_joined(rank, st
         mock.patch.object(engine, "hold", holds),
         mock.patch.object(signalled.Stage, "join", joins),
     ):
-        ops.start_gemm_rs(torch.ones(8, 4), torch.ones(3, 4), dist.group.WORLD, plan=plan).finish()
+        x, w = torch.ones(8, 4), torch.ones(3, 4)
+        pieces.start_gemm_rs(x, w, dist.group.WORLD, plan=plan).finish()
     assert order == wanted
 
 

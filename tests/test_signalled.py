@@ -14,7 +14,7 @@ from layer_cases import check, layer
 from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
 
 import flux_megatron
-from flux_megatron import errors, ops
+from flux_megatron import errors, ops, pieces
 from flux_megatron.kernels import hopper_config, hopper_gemm
 from flux_megatron.kernels.signalled_gemm import bands, ends_of
 from flux_megatron.overlap import registry, signalled
@@ -193,9 +193,9 @@ def test_between_nodes_where_nothing_else_overlaps(rank):
 def test_one_open_call(rank):
     x, w = torch.ones(8, 4), torch.ones(3, 4)
     plan = Plan("signalled", tile=SMALL)
-    ops.start_gemm_rs(x, w, dist.group.WORLD, plan=plan)
+    pieces.start_gemm_rs(x, w, dist.group.WORLD, plan=plan)
     with pytest.raises(errors.WorkspaceError, match="another was open"):
-        ops.start_gemm_rs(x, w, dist.group.WORLD, plan=plan)
+        pieces.start_gemm_rs(x, w, dist.group.WORLD, plan=plan)
 
 
 def test_a_communicator_for_each_number_of_sms(monkeypatch):

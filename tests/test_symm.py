@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from ranks import DEVICE, FUSED, be_late, here, on_cpu_ranks, on_device_ranks
 
 import flux_megatron
-from flux_megatron import errors, ops
+from flux_megatron import errors, pieces
 from flux_megatron.nn import functions
 from flux_megatron.overlap.report import report
 from flux_megatron.problem import Plan
@@ -155,7 +155,7 @@ def test_a_group_in_another_order(rank):
 def test_two_groups_over_the_same_ranks(rank):
     first, second = dist.group.WORLD, dist.new_group([0, 1])
     x, w = (torch.full(s, 1.0 + rank, device=DEVICE) for s in ((6, 4), (5, 4)))
-    scatters = [ops.start_gemm_rs(x * n, w, group) for n, group in ((1, first), (2, second))]
+    scatters = [pieces.start_gemm_rs(x * n, w, group) for n, group in ((1, first), (2, second))]
     for n, scatter in reversed([*enumerate(scatters, 1)]):
         assert_exact(scatter.finish(), torch.full((3, 5), 4.0 * n * (1 + 4)), f"group {n}")
     assert len(workspaces()) == 2

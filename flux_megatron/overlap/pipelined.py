@@ -53,9 +53,7 @@ def default_plan(problem: Problem) -> Plan:
 
 def candidates(problem: Problem) -> list[Plan]:
     """Plans worth measuring: one GEMM a shard, as few as overlap, or one."""
-    fewer = [1]
-    if problem.spec.gathers and problem.world_size > 2:
-        fewer = [2, 1]
+    fewer = [2, 1] if problem.spec.gathers and problem.world_size > 2 else [1]
     return [default_plan(problem), *(Plan("pipelined", splits=splits) for splits in fewer)]
 
 

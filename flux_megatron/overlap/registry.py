@@ -107,15 +107,6 @@ def refusal(problem: Problem, name: str, unavailable: str | None) -> str | None:
     return (unavailable if one.NEEDS_SYMMETRIC_MEMORY else None) or one.supports(problem)
 
 
-def gather_refusal(wanted: str, unavailable: str | None) -> str | None:
-    """The same of a gather by copy engines that has no plan, where `wanted` is one strategy or
-    "auto".
-    """
-    if wanted != "auto" and not _ALL[wanted].NEEDS_SYMMETRIC_MEMORY:
-        return f"{wanted} is wanted"
-    return unavailable
-
-
 def overlapping(
     problem: Problem, wanted: str, unavailable: str | None
 ) -> tuple[list[str], str | None]:

@@ -243,9 +243,7 @@ class ReduceScatter:
         """y [M_shard, N]: the fp32 sum of the received blocks in rank order."""
         p = self.channel.program
         with p.phase("reduce"):
-            y: Slot = reduce_received(
-                self.received, **waits(self.channel), comm_rows=self.comm_rows
-            )
+            y = reduce_received(self.received, **waits(self.channel), comm_rows=self.comm_rows)
         if self.staging is not None:
             p.move("join")
             p.held += (self.staging,)

@@ -85,7 +85,7 @@ torch.cuda.Stream = lambda device, priority=0: SimpleNamespace(cuda_stream=COPY)
 torch.cuda.Event = lambda: SimpleNamespace(record=lambda stream: None, cuda_event=fake_driver.EVENT)  # type: ignore[misc]
 torch._C._cuda_getCurrentRawStream = lambda device: CALLERS
 
-from flux_megatron import ops, settings
+from flux_megatron import ops, pieces, settings
 from flux_megatron.kernels import (
     hopper_config,
     hopper_gemm,
@@ -261,7 +261,7 @@ class Call:
 
     def rows_beside(self) -> torch.Tensor:
         """As what is gathered for weights' gradients of FP8."""
-        gather = ops.start_gather_beside(self.x, self.scales["x_scale"], self.group)
+        gather = pieces.start_gather_beside(self.x, self.scales["x_scale"], self.group)
         wgrad(gather.complete())
         scales = gather.complete()
         by_torch(scales, out=scales.new_empty(scales.shape))
@@ -269,7 +269,7 @@ class Call:
         return scales
 
     def column_backward(self) -> torch.Tensor:
-        gather, scatter = ops.start_gather_and_gemm_rs(self.x, self.dy, self.w, self.group)
+        gather, scatter = pieces.start_gather_and_gemm_rs(self.x, self.dy, self.w, self.group)
         wgrad(gather.complete())
         gather.close()
         return scatter.finish()
