@@ -53,8 +53,7 @@ def lists_of(
             program.listed(_Builder(program, engine, number).lists())
         except Exception as error:  # what the driver or Triton has otherwise than we know it
             program.unlisted = str(error)
-    lists: Lists | None = program.lists
-    return lists
+    return program.lists
 
 
 class _Builder:
