@@ -22,8 +22,9 @@ from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import call_log, recent
 from flux_megatron.symm.channel import Channel, rounded
 from flux_megatron.symm.recent import Recent
+from flux_megatron.symm.space import SHAPES
 from flux_megatron.symm.word_channel import WordChannel
-from flux_megatron.symm.workspace import SHAPES, workspace
+from flux_megatron.symm.workspace import workspace
 
 
 def test_the_entry_that_was_used_longest_ago_goes():

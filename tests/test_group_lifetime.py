@@ -27,6 +27,7 @@ from flux_megatron.symm.agreement import Agreement
 from flux_megatron.symm.channel import Channel
 from flux_megatron.symm.device import copy_engine
 from flux_megatron.symm.program import CallProgram
+from flux_megatron.symm.space import Workspace
 from flux_megatron.symm.word_channel import WordChannel
 from flux_megatron.symm.workspace import workspace, workspaces
 from flux_megatron.tuning import choice
@@ -181,7 +182,7 @@ def test_a_wait_is_bounded_by_the_groups_timeout_unless_the_variable_says_otherw
     assert 5 < time.monotonic() - began < 12, "6.4 of 8 s"
 
 
-def fails_in_the_middle(space: workspace_module.Workspace) -> None:
+def fails_in_the_middle(space: Workspace) -> None:
     with space.guard():
         space.begin("gather", 100)
         raise ZeroDivisionError

@@ -26,9 +26,10 @@ from flux_megatron import errors, pieces
 from flux_megatron.nn import functions
 from flux_megatron.overlap.report import report
 from flux_megatron.problem import Plan
-from flux_megatron.symm import cpu_backend, cuda_backend, objects, signals, workspace
+from flux_megatron.symm import cpu_backend, cuda_backend, objects, signals, space
 from flux_megatron.symm import device as devices
-from flux_megatron.symm.workspace import _call_log, release, workspaces
+from flux_megatron.symm.call_log import call_log
+from flux_megatron.symm.workspace import release, workspaces
 
 
 @given(st.integers(0, 2**34), st.integers(-(2**31), 2**31 - 1))
@@ -103,10 +104,10 @@ def test_a_rank_that_cannot_map_is_named_on_every_rank(rank):
     if rank == 1:
         cpu_backend._mapped = denied
     group = dist.group.WORLD
-    assert _call_log(group, torch.device("cuda", 0)) is None  # GPUs do without
+    assert call_log(group, torch.device("cuda", 0)) is None  # GPUs do without
     said = r"ranks cannot share memory: rank 1: \[Errno 13\] denied: '/proc/"
     with pytest.raises(errors.WorkspaceError, match=said):
-        _call_log(group, torch.device("cpu"))
+        call_log(group, torch.device("cpu"))
 
 
 def test_what_a_slot_announces_is_described():
@@ -275,7 +276,7 @@ def test_objects_travel_on_the_gpu_that_the_group_is_bound_to():
 
 @on_cpu_ranks(2, environment=FUSED)
 def test_calls_fall_back_where_gpus_share_no_memory(rank):
-    workspace.why_not_shared = lambda group, device: "the GPUs share no memory: rank 0: closed"
+    space.why_not_shared = lambda group, device: "the GPUs share no memory: rank 0: closed"
     check(Case("ag_gemm", 4, 4, 4))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "flux_megatron")  # it has been said

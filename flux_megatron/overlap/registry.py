@@ -11,7 +11,7 @@ from flux_megatron.overlap import fused, hopper, low_latency, pipelined, sequent
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.scaling import Scaling
-from flux_megatron.symm.workspace import Workspace
+from flux_megatron.symm.space import Workspace
 
 # x, w, layout, plan, workspace -> y, without bias
 Forward = Callable[[Tensor, Tensor, str, Plan, Workspace], Tensor]

@@ -20,7 +20,7 @@ from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.scaling import BLOCK, E4M3, PADDING, Scaling, dequantized, is_fp8, scales_of
-from flux_megatron.symm.workspace import Workspace
+from flux_megatron.symm.space import Workspace
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = False

@@ -29,12 +29,13 @@ from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import MAX_GROUPS, Plan, Problem, Tile
 from flux_megatron.scaling import Scaling
-from flux_megatron.symm.device import communication_stream
+from flux_megatron.symm.device import capturing, communication_stream
 from flux_megatron.symm.groups import timeout_s
 from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.recent import Recent
 from flux_megatron.symm.signals import WORK_WORDS
-from flux_megatron.symm.workspace import Workspace, capturing, workspaces
+from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.workspace import workspaces
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = False

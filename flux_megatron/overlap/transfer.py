@@ -23,7 +23,7 @@ from flux_megatron.symm.channel import Call, Channel
 from flux_megatron.symm.enqueue import Operand, always
 from flux_megatron.symm.program import CallProgram, ChannelSlots, Slot
 from flux_megatron.symm.signals import comm_rows_at_least
-from flux_megatron.symm.workspace import Workspace
+from flux_megatron.symm.space import Workspace
 
 # the channels of a workspace
 GATHER, SCATTER, WORDS, BESIDE = "gather", "scatter", "words", "rows beside"

@@ -47,7 +47,7 @@ from flux_megatron.symm.signals import as_int32, slot_bytes
 if TYPE_CHECKING:
     from flux_megatron.problem import Plan
     from flux_megatron.scaling import Scaling
-    from flux_megatron.symm.workspace import Workspace
+    from flux_megatron.symm.space import Workspace
 
 
 class Slot:

@@ -98,7 +98,7 @@ from flux_megatron.overlap import calls, fused, low_latency, sequential
 from flux_megatron.overlap.calls import InFlight
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.scaling import block_shapes
-from flux_megatron.symm import agreement, objects, places, workspace
+from flux_megatron.symm import agreement, objects, places, space, workspace
 from flux_megatron.symm import device as devices
 from flux_megatron.symm.cuda_backend import CudaCopyEngine
 
@@ -106,8 +106,8 @@ objects.all_gather = lambda mine, group: [mine] * group.size()
 places.is_fake = lambda group: False  # the pretended rank counts
 CudaCopyEngine.hold = lambda self, *tensors: None  # type: ignore[method-assign]  # it has no stream
 agreement.Agreement._exchange = lambda self, text: [text] * self._world_size  # type: ignore[method-assign]
-workspace.Workspace.end = lambda self, call: call.channel.end(call)  # type: ignore[method-assign]
-workspace.capturing = lambda device: torch.cuda.is_current_stream_capturing()
+space.Workspace.end = lambda self, call: call.channel.end(call)  # type: ignore[method-assign]
+space.capturing = lambda device: torch.cuda.is_current_stream_capturing()
 launch.supports_tensors = lambda dtype, device: None
 launch.sms = lambda device: SMS
 launch.persistent_grid = lambda device, tiles, spare_sms=0: (min(SMS - spare_sms, tiles),)
