@@ -17,7 +17,7 @@ from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
 
 from flux_megatron import errors, ops
 from flux_megatron.kernels.signalled_gemm import Band
-from flux_megatron.overlap import signalled
+from flux_megatron.overlap import stage as stages
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import call_log, recent
 from flux_megatron.symm.channel import Channel, rounded
@@ -114,12 +114,12 @@ def test_growth_frees_the_memory_before(rank, kind, name):
 
 
 def test_tables_of_bands_are_bounded_but_for_those_that_graphs_know(monkeypatch):
-    stage = signalled.Stage(torch.device("cpu"))
+    stage = stages.Stage(torch.device("cpu"))
     made = [(Band(0, rows, 1),) for rows in range(1, 2 * recent.LIMIT)]
     first, *others = made
     captured = stage.table(first)
     with monkeypatch.context() as patched:
-        patched.setattr(signalled, "capturing", lambda device: True)
+        patched.setattr(stages, "capturing", lambda device: True)
         assert stage.table(first) is captured
     for bands in others:
         stage.table(bands)

@@ -19,7 +19,8 @@ from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
 import flux_megatron
 from flux_megatron import errors, ops, pieces, settings
 from flux_megatron.kernels.triton_launch import Launcher
-from flux_megatron.overlap import fused, signalled, transfer
+from flux_megatron.overlap import collectives, fused, transfer
+from flux_megatron.overlap import stage as stages
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import call_log, groups
 from flux_megatron.symm import workspace as workspace_module
@@ -140,9 +141,9 @@ def test_memory_that_a_graph_holds_is_not_released(rank, name, kind, outgrown):
 @on_device_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "signalled"})
 def test_tables_of_bands_that_a_graph_holds_are_not_released(rank):
     check(Case("gemm_rs", 8, 16, 16))
-    stage = signalled.stage_of(workspace(dist.group.WORLD, here()))
+    stage = stages.stage_of(workspace(dist.group.WORLD, here()))
     (made,) = stage._tables
-    with mock.patch.object(signalled, "capturing", return_value=True):
+    with mock.patch.object(stages, "capturing", return_value=True):
         stage.table(made)
     assert_a_graph_holds_memory()
 
@@ -280,7 +281,7 @@ def test_what_pushes_read_is_held_until_the_finishing_stream_has_joined(rank, st
     with (
         mock.patch.object(engine, "join", joins),
         mock.patch.object(engine, "hold", holds),
-        mock.patch.object(signalled.Stage, "join", joins),
+        mock.patch.object(stages.Stage, "join", joins),
     ):
         x, w = torch.ones(8, 4), torch.ones(3, 4)
         pieces.start_gemm_rs(x, w, dist.group.WORLD, plan=plan).finish()
@@ -293,8 +294,8 @@ def test_a_failed_call_of_signalled_joins_its_stream(rank):
     x, w = torch.ones(8, 4), torch.ones(3, 4)
     plan = Plan("signalled", tile=Tile(16, 16, 16))
     with (
-        mock.patch.object(signalled.collectives, "wait", side_effect=RuntimeError("no network")),
-        mock.patch.object(signalled.Stage, "join", autospec=True) as joined,
+        mock.patch.object(collectives, "wait", side_effect=RuntimeError("no network")),
+        mock.patch.object(stages.Stage, "join", autospec=True) as joined,
         pytest.raises(RuntimeError, match="no network"),
     ):
         ops.gemm_reduce_scatter(x, w, dist.group.WORLD, plan=plan)

@@ -53,7 +53,7 @@ _MODULES = (
     "kernels.hopper_a2a_gemm", "kernels.hopper_gemm_a2a",
     "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
     "embedding.bags", "embedding.fused_bags",
-    "overlap.low_latency", "overlap.signalled",
+    "overlap.low_latency", "overlap.stage", "overlap.signalled",
 )  # fmt: skip
 
 
@@ -251,7 +251,7 @@ class Machine:
             # the scheduler sees what hosts enqueue by a mode of its own
             mock.patch.multiple(p.lasting, _disable_current_modes=nullcontext),
             mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),
-            mock.patch.multiple(p.signalled, communication_stream=self._communication_stream),
+            mock.patch.multiple(p.stage, communication_stream=self._communication_stream),
             # functions of torch's that make tensors on the way
             mock.patch.multiple(p.pipelined, _scaled_gemm=self._enqueued(p.pipelined._scaled_gemm)),
             mock.patch.multiple(p.primitives, host_wait=self._host_wait),
