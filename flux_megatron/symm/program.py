@@ -90,7 +90,8 @@ class CallProgram:
         bias: Operands | None, layout: str, turns: bool, scaling: Scaling | None = None,
     ) -> None:  # fmt: skip
         self.space, self.plan, self.layout, self.turns = space, plan, layout, turns
-        self.device = x.device
+        self.device: torch.device = x.device
+        self.is_cuda: bool = x.device.type == "cuda"
         self.rank, self.world_size = space.rank, space.world_size
         self.timeout_ns = space.timeout_ns
         self.x = Slot(self, X, tuple(x.shape), x.dtype)

@@ -42,8 +42,7 @@ class Slot:
         self, program: CallProgram, operand: Operand, shape: tuple[int, ...], dtype: torch.dtype
     ) -> None:
         self.program, self.operand, self.shape, self.dtype = program, operand, shape, dtype
-        self.device: torch.device = program.device
-        self.is_cuda = self.device.type == "cuda"
+        self.device, self.is_cuda = program.device, program.is_cuda
         self._place = operand.register - X.register  # among a call's tensors
 
     @property
