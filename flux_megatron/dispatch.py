@@ -20,11 +20,13 @@ from torch.distributed import ProcessGroup
 from flux_megatron import scaling as fp8
 from flux_megatron import settings
 from flux_megatron.overlap import registry
-from flux_megatron.overlap.operands import described, refuse_wrapper
+from flux_megatron.overlap.operands import described, is_plain, local, refuse_wrapper
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.scaling import Scaling
-from flux_megatron.symm.workspace import Guard, Workspace, workspace
+from flux_megatron.symm.groups import name_of
+from flux_megatron.symm.space import Guard, Workspace
+from flux_megatron.symm.workspace import workspace
 from flux_megatron.tuning import choice
 
 _UNGUARDED = nullcontext()
@@ -118,9 +120,11 @@ def undecided(group: ProcessGroup, device: torch.device, description: str) -> Wo
 
 
 def gather_refused(group: ProcessGroup, device: torch.device) -> str | None:
-    """Why copy engines cannot gather without a plan (`ops.start_gather_beside`), or None."""
-    unavailable = workspace(group, device).unavailable
-    return registry.gather_refusal(settings.get().strategy, unavailable)
+    """Why copy engines cannot gather without a plan (`pieces.start_gather_beside`), or None."""
+    unavailable, wanted = workspace(group, device).unavailable, settings.get().strategy
+    if wanted != "auto" and not registry.STRATEGIES[Pattern.AG_GEMM][wanted].NEEDS_SYMMETRIC_MEMORY:
+        return f"{wanted} is wanted"
+    return unavailable
 
 
 def refuse(error: str, group: ProcessGroup, device: torch.device) -> NoReturn:
@@ -136,6 +140,23 @@ def refuse_wrappers(operation: str, group: ProcessGroup, **operands: Tensor) -> 
             refuse_wrapper(name, tensor)
         except ValueError as error:  # noqa: PERF203, the tensor has the group's device
             refuse(f"{operation}: {error}", group, tensor.device)
+
+
+def local_shards(
+    pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None, group: ProcessGroup, layout: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands, of DTensors what this rank has. Differentiable; refuses other placements."""
+    if is_plain(x) and is_plain(w) and (bias is None or is_plain(bias)):
+        return x, w, bias
+    name = name_of(group)
+    gathers = pattern.spec.gathers
+    try:
+        x = local("x", x, 0 if gathers else -1, name)
+        w = local("w", w, 0 if gathers == (layout == "nt") else 1, name)
+        bias = bias if bias is None else local("bias", bias, 0, name)
+    except ValueError as error:
+        refuse(f"{pattern}: {error}", group, x.device)
+    return x, w, bias
 
 
 def guard(group: ProcessGroup, device: torch.device) -> Guard:

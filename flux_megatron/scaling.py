@@ -48,6 +48,17 @@ class Scaling(NamedTuple):
         return self._replace(x=None, w=None)  # type: ignore[arg-type]
 
 
+def scaling_of(
+    x_scale: Tensor | None, w_scale: Tensor | None, out_dtype: torch.dtype | None, split: bool
+) -> Scaling | None:
+    """None for a call that names nothing of FP8. `error` says what one lacks that does."""
+    if x_scale is None and w_scale is None and out_dtype is None and not split:
+        return None
+    blockwise = all(isinstance(one, Tensor) and one.numel() > 1 for one in (x_scale, w_scale))
+    dtype, split = out_dtype or torch.bfloat16, split or blockwise
+    return Scaling(x_scale, w_scale, dtype, split, blockwise)  # type: ignore[arg-type]
+
+
 def block_shapes(rows: int, N: int, K: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Of the blockwise scales of x [rows, K] and of w [N, K], as TransformerEngine makes them. x
     has one for each row and BLOCK elements of K. They are stored transposed, so that those of the

@@ -15,7 +15,7 @@ from ranks import DEVICE, FUSED, here, on_device_ranks
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron import errors, ops
+from flux_megatron import errors, pieces
 from flux_megatron.lab import reference
 from flux_megatron.nn.functions import local_linear, row_linear
 from flux_megatron.overlap import fused, pipelined, registry, sequential
@@ -164,7 +164,7 @@ def test_wgrad_hides_the_all_reduce(rank):
     made = layer("local", group.size(), torch.float32, (3, 4), 7, 9, False)
     x, w, _ = mine(made, rank)
     order: list[str] = []
-    start = ops.start_gemm_ar
+    start = pieces.start_gemm_ar
 
     def noted(*given, **options):
         order.append("start")
@@ -175,7 +175,7 @@ def test_wgrad_hides_the_all_reduce(rank):
         order.append("wgrad")
         return dy.t() @ x
 
-    ops.start_gemm_ar = noted
+    pieces.start_gemm_ar = noted
     y = local_linear(x, w, None, allreduce_group=group, wgrad=wgrad)
     y.backward(made.dy[rank].to(DEVICE))
     assert order == ["start", "wgrad", "finish"]

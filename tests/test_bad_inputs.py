@@ -15,7 +15,7 @@ from ranks import DEVICE, FUSED, on_device_ranks
 from torch.testing._internal.two_tensor import TwoTensor
 
 import flux_megatron
-from flux_megatron import errors, ops, settings
+from flux_megatron import errors, ops, pieces, settings
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.problem import Plan
 from flux_megatron.symm import workspace as workspaces
@@ -251,11 +251,11 @@ def test_ranks_that_never_ask_are_named_within_one_time_limit(rank, asking, most
 def test_a_second_call_while_one_is_open_is_refused(rank):
     group = dist.group.WORLD
     x, w = tensor(6, 4), tensor(5, 4)
-    first = ops.start_gemm_rs(x, w, group)
+    first = pieces.start_gemm_rs(x, w, group)
     with pytest.raises(errors.WorkspaceError, match="while another was open"):
-        ops.start_gemm_rs(x, w, group)
+        pieces.start_gemm_rs(x, w, group)
     assert torch.equal(first.finish().cpu(), torch.full((3, 5), 8.0))
-    gather = ops.start_gather(x, w, group)
+    gather = pieces.start_gather(x, w, group)
     with pytest.raises(errors.WorkspaceError, match="while another was open"):
         GATHER(x, w, group)
     # the other direction is another channel

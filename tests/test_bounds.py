@@ -17,13 +17,14 @@ from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
 
 from flux_megatron import errors, ops
 from flux_megatron.kernels.signalled_gemm import Band
-from flux_megatron.overlap import signalled
+from flux_megatron.overlap import stage as stages
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import call_log, recent
 from flux_megatron.symm.channel import Channel, rounded
 from flux_megatron.symm.recent import Recent
+from flux_megatron.symm.space import SHAPES
 from flux_megatron.symm.word_channel import WordChannel
-from flux_megatron.symm.workspace import SHAPES, workspace
+from flux_megatron.symm.workspace import workspace
 
 
 def test_the_entry_that_was_used_longest_ago_goes():
@@ -113,12 +114,12 @@ def test_growth_frees_the_memory_before(rank, kind, name):
 
 
 def test_tables_of_bands_are_bounded_but_for_those_that_graphs_know(monkeypatch):
-    stage = signalled.Stage(torch.device("cpu"))
+    stage = stages.Stage(torch.device("cpu"))
     made = [(Band(0, rows, 1),) for rows in range(1, 2 * recent.LIMIT)]
     first, *others = made
     captured = stage.table(first)
     with monkeypatch.context() as patched:
-        patched.setattr(signalled, "capturing", lambda device: True)
+        patched.setattr(stages, "capturing", lambda device: True)
         assert stage.table(first) is captured
     for bands in others:
         stage.table(bands)

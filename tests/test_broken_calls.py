@@ -16,7 +16,7 @@ from cases import Case, check
 from ranks import DEVICE, FUSED, here, on_device_ranks
 
 import flux_megatron
-from flux_megatron import errors, ops
+from flux_megatron import errors, ops, pieces
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.symm.device import copy_engine
 from flux_megatron.symm.status import Status
@@ -134,9 +134,9 @@ def test_a_missing_signal_is_explained_by_the_failure(rank):
 def test_errors_before_a_call_break_nothing(rank):
     x, w = torch.ones(6, 4, device=DEVICE), torch.ones(8, 4, device=DEVICE)
     group = dist.group.WORLD
-    scatter = ops.start_gemm_rs(x, w, group)
+    scatter = pieces.start_gemm_rs(x, w, group)
     for bad in (
-        lambda: ops.start_gemm_rs(x, w, group),
+        lambda: pieces.start_gemm_rs(x, w, group),
         lambda: ops.run_ag_gemm(x, w[:, :3].contiguous(), None, group),
     ):
         with pytest.raises((errors.WorkspaceError, ValueError)):

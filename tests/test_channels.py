@@ -14,14 +14,15 @@ from closeness import assert_exact
 from ranks import DEVICE, FUSED, be_late, here, on_device_ranks
 
 import flux_megatron
-from flux_megatron import errors, ops
+from flux_megatron import errors, pieces
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import device as devices
 from flux_megatron.symm import signals
-from flux_megatron.symm import workspace as workspace_module
+from flux_megatron.symm import space as space_module
 from flux_megatron.symm.buffer import SymmetricBuffer
 from flux_megatron.symm.channel import Channel
-from flux_megatron.symm.workspace import Workspace, workspace, workspaces
+from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.workspace import workspace, workspaces
 
 PATTERNS = ("ag_gemm", "gemm_rs")
 
@@ -132,11 +133,11 @@ def test_poison_is_what_a_stale_read_finds(rank, poison):
     """What a reader finds in a buffer after the call that owned it: NaN, if poison is on."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x, w = (torch.ones(s, dtype=dtype, device=DEVICE) for s in ((6, 4), (5, 4)))
-        gather = ops.start_gather(x, w, dist.group.WORLD)
+        gather = pieces.start_gather(x, w, dist.group.WORLD)
         gathered = gather.complete()
         assert (gathered == 1).all()
         gather.close()
-        scatter = ops.start_gemm_rs(x, w, dist.group.WORLD)
+        scatter = pieces.start_gemm_rs(x, w, dist.group.WORLD)
         scatter.finish()
         (in_flight,) = scatter.calls
         received = in_flight.region.view(rank, (2, 3, 5), x.dtype)
@@ -152,7 +153,7 @@ def test_both_directions_in_flight(rank):
             be_late(0.02)
         given = operands(Case("gemm_rs", 7, 5, 3, seed=seed), 2)
         x = torch.full((4, 3), float(10 * seed + rank), device=DEVICE)
-        gather = ops.start_gather(x, torch.ones(2, 3, device=DEVICE), group)
+        gather = pieces.start_gather(x, torch.ones(2, 3, device=DEVICE), group)
         y = call(Case("gemm_rs", 7, 5, 3, seed=seed), given, group)
         expected = torch.tensor([10.0 * seed, 10.0 * seed + 1]).repeat_interleave(4)
         assert_exact(gather.complete(), expected[:, None].expand(8, 3))
@@ -178,7 +179,7 @@ def test_captured_calls_have_a_part_of_their_own(rank):
     eager = [half_of(space, rank, 5000) for _ in range(2)]
     channel = space.channels["gather"]
     before = channel.size_bytes
-    with mock.patch.object(workspace_module, "capturing", return_value=True):
+    with mock.patch.object(space_module, "capturing", return_value=True):
         captured = [half_of(space, rank, 5000) for _ in range(3)]
         for name in ("gather", "scatter"):
             with pytest.raises(errors.WorkspaceError, match="make the same call once before"):
@@ -194,7 +195,7 @@ def test_captured_calls_have_a_part_of_their_own(rank):
     assert len({*later, *captured}) == 3
     assert {*eager} - {*captured} < {*later}, "only what captured calls have taken is replaced"
     assert channel.epoch == 6
-    with mock.patch.object(workspace_module, "capturing", return_value=True):
+    with mock.patch.object(space_module, "capturing", return_value=True):
         assert half_of(space, rank, 5000) == captured[0]
     held = channel.size_bytes
     half_of(space, rank, 10**6)
@@ -209,7 +210,7 @@ def test_a_rank_that_does_not_come_to_a_captured_call_is_named(rank):
     if rank == 1:
         return
     with (
-        mock.patch.object(workspace_module, "capturing", return_value=True),
+        mock.patch.object(space_module, "capturing", return_value=True),
         pytest.raises(errors.SignalTimeout) as raised,
     ):
         check(Case("gemm_rs", 5, 4, 3))

@@ -21,7 +21,7 @@ from flux_megatron.expert_parallel import fused as fused_experts
 from flux_megatron.expert_parallel import ops as expert_ops
 from flux_megatron.nn.functions import column_parallel_linear
 from flux_megatron.overlap import calls
-from flux_megatron.symm import workspace
+from flux_megatron.symm import space, workspace
 from flux_megatron.tuning import choice
 
 CPU = torch.device("cpu")
@@ -66,9 +66,9 @@ def test_every_step_is_made_with_the_operands_device(rank):
 
         setattr(owner, name, watched)
 
-    workspace.active = active
+    space.active = workspace.active = active
     for owner, *names in (
-        (workspace.Workspace, "__init__", "begin"), (choice, "choose"), (expert_call, "_choose"),
+        (space.Workspace, "__init__", "begin"), (choice, "choose"), (expert_call, "_choose"),
         (ops, "note_fallback"), (calls.InFlight, "_begin"), (fused_bags, "forward", "backward"),
         (fused_experts, "a2a_gemm", "gemm_a2a"),
     ):  # fmt: skip

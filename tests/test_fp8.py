@@ -20,7 +20,7 @@ from ranks import DEVICE, FUSED, on_device_ranks
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron import errors, ops, scaling, settings
+from flux_megatron import errors, ops, pieces, scaling, settings
 from flux_megatron.lab import reference
 from flux_megatron.overlap import registry, sequential
 from flux_megatron.problem import TRANSPORTS, Pattern, Plan, Problem, Tile
@@ -316,7 +316,7 @@ def test_every_rank_refuses_misuse_and_the_group_still_works(rank):
          "cannot run", "our kernels add up no products"),
         (both[:1], (x, w), scales | {"bias": torch.ones(16, device=DEVICE)},
          "bias [16] float32", "[16] torch.bfloat16 expected"),
-        ([ops.gemm_all_reduce, ops.start_gemm_rs], (x, w), {}, "without scales"),
+        ([ops.gemm_all_reduce, pieces.start_gemm_rs], (x, w), {}, "without scales"),
     ])  # fmt: skip
     Layer("gemm_rs", (16, 16, 16), E4M3, torch.bfloat16).check(PLANS[1])
 

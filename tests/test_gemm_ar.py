@@ -15,7 +15,7 @@ from races import agreed, measured
 from ranks import DEVICE, here, on_cpu_ranks, on_device, on_device_ranks
 
 import flux_megatron
-from flux_megatron import ops
+from flux_megatron import ops, pieces
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.hopper_config import TILE
 from flux_megatron.lab import reference
@@ -148,11 +148,11 @@ def test_the_sums_are_on_their_way_between_start_and_finish(rank):
         ops.run_gemm_ar(x, w, group, layout="nn", plan=plan)
         channels = workspace(group, here()).channels
         before = channels["scatter"].epoch, channels["gather"].epoch
-        reduction = ops.start_gemm_ar(x, w, group, layout="nn", plan=plan)
+        reduction = pieces.start_gemm_ar(x, w, group, layout="nn", plan=plan)
         begun = channels["scatter"].epoch, channels["gather"].epoch
         assert begun == (before[0] + 1, before[1] + 1), "the gather hides behind what comes now"
         assert_exact(reduction.finish(), expected[rank])
-    reduction = ops.start_gemm_ar(x, w, group, layout="nn", plan=Plan("sequential"))
+    reduction = pieces.start_gemm_ar(x, w, group, layout="nn", plan=Plan("sequential"))
     assert isinstance(reduction.work, dist.Work)
     assert_exact(reduction.finish(), expected[rank])
 

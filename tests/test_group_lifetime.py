@@ -17,10 +17,11 @@ from cases import Case, check
 from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
 
 import flux_megatron
-from flux_megatron import errors, ops, settings
+from flux_megatron import errors, ops, pieces, settings
 from flux_megatron.expert_parallel.ops import a2a_gemm
 from flux_megatron.kernels.triton_launch import Launcher
-from flux_megatron.overlap import fused, signalled, transfer
+from flux_megatron.overlap import collectives, fused, transfer
+from flux_megatron.overlap import stage as stages
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import call_log, groups
 from flux_megatron.symm import workspace as workspace_module
@@ -28,6 +29,7 @@ from flux_megatron.symm.agreement import Agreement
 from flux_megatron.symm.channel import Channel
 from flux_megatron.symm.device import copy_engine
 from flux_megatron.symm.program import CallProgram
+from flux_megatron.symm.space import Workspace
 from flux_megatron.symm.word_channel import WordChannel
 from flux_megatron.symm.workspace import workspace, workspaces
 from flux_megatron.tuning import choice
@@ -155,9 +157,9 @@ def test_memory_that_a_graph_holds_is_not_released(rank, name, kind, outgrown):
 @on_device_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "signalled"})
 def test_tables_of_bands_that_a_graph_holds_are_not_released(rank):
     check(Case("gemm_rs", 8, 16, 16))
-    stage = signalled.stage_of(workspace(dist.group.WORLD, here()))
+    stage = stages.stage_of(workspace(dist.group.WORLD, here()))
     (made,) = stage._tables
-    with mock.patch.object(signalled, "capturing", return_value=True):
+    with mock.patch.object(stages, "capturing", return_value=True):
         stage.table(made)
     assert_a_graph_holds_memory()
 
@@ -197,7 +199,7 @@ def test_a_wait_is_bounded_by_the_groups_timeout_unless_the_variable_says_otherw
     assert 5 < time.monotonic() - began < 12, "6.4 of 8 s"
 
 
-def fails_in_the_middle(space: workspace_module.Workspace) -> None:
+def fails_in_the_middle(space: Workspace) -> None:
     with space.guard():
         space.begin("gather", 100)
         raise ZeroDivisionError
@@ -295,9 +297,10 @@ def test_what_pushes_read_is_held_until_the_finishing_stream_has_joined(rank, st
     with (
         mock.patch.object(engine, "join", joins),
         mock.patch.object(engine, "hold", holds),
-        mock.patch.object(signalled.Stage, "join", joins),
+        mock.patch.object(stages.Stage, "join", joins),
     ):
-        ops.start_gemm_rs(torch.ones(8, 4), torch.ones(3, 4), dist.group.WORLD, plan=plan).finish()
+        x, w = torch.ones(8, 4), torch.ones(3, 4)
+        pieces.start_gemm_rs(x, w, dist.group.WORLD, plan=plan).finish()
     assert order == wanted
 
 
@@ -307,8 +310,8 @@ def test_a_failed_call_of_signalled_joins_its_stream(rank):
     x, w = torch.ones(8, 4), torch.ones(3, 4)
     plan = Plan("signalled", tile=Tile(16, 16, 16))
     with (
-        mock.patch.object(signalled.collectives, "wait", side_effect=RuntimeError("no network")),
-        mock.patch.object(signalled.Stage, "join", autospec=True) as joined,
+        mock.patch.object(collectives, "wait", side_effect=RuntimeError("no network")),
+        mock.patch.object(stages.Stage, "join", autospec=True) as joined,
         pytest.raises(RuntimeError, match="no network"),
     ):
         ops.gemm_reduce_scatter(x, w, dist.group.WORLD, plan=plan)

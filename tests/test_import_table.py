@@ -65,25 +65,27 @@ symm: errors problem scaling settings versions | torch | cuda triton
 # Triton's interpreter is written in numpy; compiled kernels never load it. A launch goes into a
 # list of driver calls.
 kernels: errors problem scaling settings symm.channel symm.enqueue symm.program symm.recent
-    symm.signals versions | torch triton | numpy
+    symm.signals symm.steps versions | torch triton | numpy
 overlap: errors patterns problem scaling settings symm kernels | torch
 # it measures what `overlap` runs; what a measured plan depends on: Triton's version and the link
 # between the GPUs; which tiles are split, for a prediction of them
 tuning: errors patterns problem settings shipped symm kernels.sizes kernels.triton_launch overlap
     wgrad | torch | cuda triton
-dispatch: errors problem scaling settings symm.groups symm.workspace overlap.operands
-    overlap.registry overlap.report tuning.choice tuning.environment | torch
-ops: errors problem scaling settings overlap dispatch symm.groups | torch
+dispatch: errors problem scaling settings symm.groups symm.space symm.workspace
+    overlap.operands overlap.registry overlap.report tuning.choice tuning.environment | torch
+operators: problem scaling overlap.differentiable symm.groups | torch
+ops: problem scaling settings overlap dispatch operators symm.groups | torch
+pieces: problem scaling overlap dispatch ops | torch
 # for rows that are counted on the device: what `ops` and `overlap` do for the others
-expert_parallel: errors problem settings dispatch symm kernels overlap tuning versions ops | torch
+expert_parallel: errors problem settings dispatch symm kernels overlap tuning versions | torch
 # pooling is no GEMM of x and w: it has operands, checks and strategies of its own
-embedding: errors settings symm kernels overlap ops | torch
+embedding: errors settings dispatch symm kernels overlap | torch
 # what users build kernels of their own from: names for `kernels` and `overlap.transfer`
 device: errors symm kernels overlap | torch triton
-nn: errors ops patterns wgrad kernels.norm embedding | torch
+nn: errors ops pieces patterns wgrad kernels.norm embedding | torch
 # apex's kernel for the weight gradient, where it is installed; whether this Megatron is one that
 # was recorded; what a run counts, and the end of its steps
-integration: command_errors errors settings ops nn wgrad scaling expert_parallel
+integration: command_errors errors settings ops pieces nn wgrad scaling expert_parallel
     patching.installed overlap.report symm.step versions | torch megatron
     transformer_engine transformer_engine_torch | fused_weight_gradient_mlp_cuda
 # measures ahead of a run, on ranks that it starts; the names of Megatron's options

@@ -12,7 +12,7 @@ from cases import Case, check
 from ranks import DEVICE, FUSED, on_device_ranks
 
 import flux_megatron
-from flux_megatron import ops
+from flux_megatron import ops, pieces
 from flux_megatron.embedding import fused_bags
 from flux_megatron.expert_parallel import call
 from flux_megatron.expert_parallel import ops as expert_ops
@@ -84,8 +84,8 @@ def test_a_call_is_counted_when_it_is_enqueued(rank):
         operation(x, w, group)
         fails(fused, str(pattern), operation, x, w)
     for name in ("start_gemm_rs", "start_gemm_ar"):
-        fails(fused, name, getattr(ops, name), x, w)
-    fails(fused, "start_gather", ops.start_gather_and_gemm_rs, x, x, w)
+        fails(fused, name, getattr(pieces, name), x, w)
+    fails(fused, "start_gather", pieces.start_gather_and_gemm_rs, x, x, w)
     bags = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.arange(3, device=DEVICE)
     fails(fused_bags, "forward", flux_megatron.embedding_all_to_all, w[None], *bags)
     given = x[:2], w[None], torch.ones(2, 1, dtype=torch.int32, device=DEVICE)

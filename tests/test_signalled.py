@@ -14,10 +14,11 @@ from layer_cases import check, layer
 from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
 
 import flux_megatron
-from flux_megatron import errors, ops
+from flux_megatron import errors, ops, pieces
 from flux_megatron.kernels import hopper_config, hopper_gemm
 from flux_megatron.kernels.signalled_gemm import bands, ends_of
 from flux_megatron.overlap import registry, signalled
+from flux_megatron.overlap import stage as stages
 from flux_megatron.patterns import ROW, Pattern
 from flux_megatron.problem import MAX_GROUPS, Plan, Problem, Tile
 from flux_megatron.symm import places
@@ -193,9 +194,9 @@ def test_between_nodes_where_nothing_else_overlaps(rank):
 def test_one_open_call(rank):
     x, w = torch.ones(8, 4), torch.ones(3, 4)
     plan = Plan("signalled", tile=SMALL)
-    ops.start_gemm_rs(x, w, dist.group.WORLD, plan=plan)
+    pieces.start_gemm_rs(x, w, dist.group.WORLD, plan=plan)
     with pytest.raises(errors.WorkspaceError, match="another was open"):
-        ops.start_gemm_rs(x, w, dist.group.WORLD, plan=plan)
+        pieces.start_gemm_rs(x, w, dist.group.WORLD, plan=plan)
 
 
 def test_a_communicator_for_each_number_of_sms(monkeypatch):
@@ -203,17 +204,17 @@ def test_a_communicator_for_each_number_of_sms(monkeypatch):
     workspace.
     """
     own, capturing = mock.Mock(side_effect=lambda space, sms: mock.Mock()), mock.Mock()
-    monkeypatch.setattr(signalled, "_nccl", own)
-    monkeypatch.setattr(signalled, "capturing", capturing)
+    monkeypatch.setattr(stages, "_nccl", own)
+    monkeypatch.setattr(stages, "capturing", capturing)
     capturing.return_value = False
-    group, stage = SimpleNamespace(group_name="one"), signalled.Stage(torch.device("cpu"))
+    group, stage = SimpleNamespace(group_name="one"), stages.Stage(torch.device("cpu"))
     space = SimpleNamespace(group=group, device=torch.device("cuda"), kept={"signalled": stage})
-    assert signalled.communicator(space, 0) is group
-    few, many = (signalled.communicator(space, sms) for sms in (4, 16))
+    assert stages.communicator(space, 0) is group
+    few, many = (stages.communicator(space, sms) for sms in (4, 16))
     capturing.return_value = True
-    assert signalled.communicator(space, 4) is few is not many
+    assert stages.communicator(space, 4) is few is not many
     with pytest.raises(errors.WorkspaceError, match="make the same call once before"):
-        signalled.communicator(space, 8)
+        stages.communicator(space, 8)
     assert [one.args[1] for one in own.call_args_list] == [4, 16]
     stage.close()
     assert few.abort.call_count == many.abort.call_count == 1

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from ranks import on_cpu_ranks
 
-from flux_megatron import errors, ops
+from flux_megatron import errors, ops, pieces
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.nn.functions import column_parallel_linear
 from flux_megatron.overlap import fused, pipelined
@@ -87,7 +87,7 @@ def two_groups(record: Recorder, groups) -> None:
     x, w = torch.ones(2, 16, 16)
     for _ in range(2):
         record.stream = 1
-        scatter = ops.start_gemm_rs(x, w, groups[0], plan=FUSED)
+        scatter = pieces.start_gemm_rs(x, w, groups[0], plan=FUSED)
         record.stream = 2
         ops.all_gather_gemm(x, w, groups[1], plan=FUSED)
         record.stream = 1
@@ -100,7 +100,7 @@ def two_directions(record: Recorder, groups) -> None:
     record.stream = 1
     ops.all_gather_gemm(x, w, groups[0], plan=Plan("pipelined"))
     record.stream = 2
-    scatter = ops.start_gemm_rs(x, w, groups[0], plan=FUSED)
+    scatter = pieces.start_gemm_rs(x, w, groups[0], plan=FUSED)
     record.stream = 3
     scatter.finish()
     record.stream = 1

@@ -14,7 +14,7 @@ from closeness import assert_exact
 from ranks import GPU_RANKS, be_late, on_cpu_ranks
 
 import flux_megatron
-from flux_megatron import ops
+from flux_megatron import ops, pieces
 from flux_megatron.nn.functions import column_parallel_linear
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.wgrad import plain_wgrad
@@ -81,7 +81,7 @@ def test_a_gather_beside_an_open_scatter_of_another_group(rank, plans):
         with torch.cuda.stream(first):
             if number % 7 == rank:
                 be_late(0.002)
-            scatter = ops.start_gemm_rs(x, w, groups[0], plan=rs.plan)
+            scatter = pieces.start_gemm_rs(x, w, groups[0], plan=rs.plan)
         with torch.cuda.stream(second):
             y = call(ag, given_ag, groups[1])
         with torch.cuda.stream(first):

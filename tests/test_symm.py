@@ -22,13 +22,14 @@ from hypothesis import strategies as st
 from ranks import DEVICE, FUSED, be_late, here, on_cpu_ranks, on_device_ranks
 
 import flux_megatron
-from flux_megatron import errors, ops
+from flux_megatron import errors, pieces
 from flux_megatron.nn import functions
 from flux_megatron.overlap.report import report
 from flux_megatron.problem import Plan
-from flux_megatron.symm import cpu_backend, cuda_backend, objects, signals, workspace
+from flux_megatron.symm import cpu_backend, cuda_backend, objects, signals, space
 from flux_megatron.symm import device as devices
-from flux_megatron.symm.workspace import _call_log, release, workspaces
+from flux_megatron.symm.call_log import call_log
+from flux_megatron.symm.workspace import release, workspaces
 
 
 @given(st.integers(0, 2**34), st.integers(-(2**31), 2**31 - 1))
@@ -103,10 +104,10 @@ def test_a_rank_that_cannot_map_is_named_on_every_rank(rank):
     if rank == 1:
         cpu_backend._mapped = denied
     group = dist.group.WORLD
-    assert _call_log(group, torch.device("cuda", 0)) is None  # GPUs do without
+    assert call_log(group, torch.device("cuda", 0)) is None  # GPUs do without
     said = r"ranks cannot share memory: rank 1: \[Errno 13\] denied: '/proc/"
     with pytest.raises(errors.WorkspaceError, match=said):
-        _call_log(group, torch.device("cpu"))
+        call_log(group, torch.device("cpu"))
 
 
 def test_what_a_slot_announces_is_described():
@@ -155,7 +156,7 @@ def test_a_group_in_another_order(rank):
 def test_two_groups_over_the_same_ranks(rank):
     first, second = dist.group.WORLD, dist.new_group([0, 1])
     x, w = (torch.full(s, 1.0 + rank, device=DEVICE) for s in ((6, 4), (5, 4)))
-    scatters = [ops.start_gemm_rs(x * n, w, group) for n, group in ((1, first), (2, second))]
+    scatters = [pieces.start_gemm_rs(x * n, w, group) for n, group in ((1, first), (2, second))]
     for n, scatter in reversed([*enumerate(scatters, 1)]):
         assert_exact(scatter.finish(), torch.full((3, 5), 4.0 * n * (1 + 4)), f"group {n}")
     assert len(workspaces()) == 2
@@ -275,7 +276,7 @@ def test_objects_travel_on_the_gpu_that_the_group_is_bound_to():
 
 @on_cpu_ranks(2, environment=FUSED)
 def test_calls_fall_back_where_gpus_share_no_memory(rank):
-    workspace.why_not_shared = lambda group, device: "the GPUs share no memory: rank 0: closed"
+    space.why_not_shared = lambda group, device: "the GPUs share no memory: rank 0: closed"
     check(Case("ag_gemm", 4, 4, 4))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "flux_megatron")  # it has been said

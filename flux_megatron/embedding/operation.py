@@ -16,15 +16,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import errors, settings
+from flux_megatron.dispatch import refuse, refuse_wrappers
 from flux_megatron.embedding import fused_bags, sequential_bags, sparse_gradient
 from flux_megatron.embedding.bags import Bags, data_error, shape_error
 from flux_megatron.kernels import launch
-from flux_megatron.ops import group_named, refuse, refuse_wrappers
 from flux_megatron.overlap.operands import memory
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.symm import objects
-from flux_megatron.symm.groups import name_of
-from flux_megatron.symm.workspace import Workspace, capturing, workspace
+from flux_megatron.symm.device import capturing
+from flux_megatron.symm.groups import group_named, name_of
+from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.workspace import workspace
 
 NAME = "embedding_a2a"
 STRATEGIES: dict[str, ModuleType] = {"fused": fused_bags, "sequential": sequential_bags}

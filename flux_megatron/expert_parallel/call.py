@@ -20,7 +20,8 @@ from flux_megatron.expert_parallel import fused, hopper, plans, sequential, sign
 from flux_megatron.expert_parallel.plans import ExpertProblem
 from flux_megatron.kernels.expert_weights import ExpertWeights, lie_in_rows
 from flux_megatron.problem import Plan
-from flux_megatron.symm.workspace import Workspace, workspace
+from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.workspace import workspace
 
 
 class Strategy(Protocol):

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from flux_megatron.dispatch import refuse_wrappers
 from flux_megatron.expert_parallel import call
 from flux_megatron.expert_parallel.wgrad import weight_gradient
 from flux_megatron.kernels.expert_weights import ExpertWeights
-from flux_megatron.ops import group_named, plan_of, plan_text, refuse_wrappers
 from flux_megatron.overlap.operands import memory
-from flux_megatron.problem import Plan
-from flux_megatron.symm.groups import name_of
+from flux_megatron.problem import Plan, plan_of, plan_text
+from flux_megatron.symm.groups import group_named, name_of
 
 
 def a2a_gemm(

@@ -19,10 +19,10 @@ from flux_megatron.kernels import launch
 from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.signalled_experts import signalled_experts
 from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.overlap import signalled
 from flux_megatron.overlap.phase import phase
+from flux_megatron.overlap.stage import Stage, communicator, join, stage_of
 from flux_megatron.problem import Plan
-from flux_megatron.symm.workspace import Workspace
+from flux_megatron.symm.space import Workspace
 
 BANDS = 4
 # SMs that the GEMM leaves to NCCL: with 8 fine-grained experts took 16 to 49 % longer, Mixtral-like
@@ -56,7 +56,7 @@ def gemm_a2a(
             stage.stream.wait_count(stage.count_of(number), tiles)  # wait [D]
             exchange(call.group, _rows(y, band.tokens), _rows(far, band.far))
     stage.clear(len(order.bands))
-    signalled.join(space)
+    join(space)
     return y
 
 
@@ -80,7 +80,7 @@ def a2a_gemm(
         call.multiply(y, far, x, *stretch, back=False)
         stream.join()  # the next GEMM comes after what has travelled so far
     y[call.came :] = 0
-    signalled.join(space)
+    join(space)
     came = every[:, space.group.rank()]
     rows = (
         _sorted(x, far, every, space.group.rank(), capacity) if keep else x.new_empty(0, x.shape[1])
@@ -92,7 +92,7 @@ class _Call(NamedTuple):
     """A call that has begun: what its GEMMs and all-to-alls have in common."""
 
     order: Order
-    stage: signalled.Stage
+    stage: Stage
     group: Any
     w: ExpertWeights
     layout: str
@@ -117,14 +117,11 @@ class _Call(NamedTuple):
 
 
 def _begin(every: Tensor, w: ExpertWeights, layout: str, plan: Plan, space: Workspace) -> _Call:
-    stage = signalled.stage_of(space)
-    stage.refuse_second()
-    group = signalled.communicator(space, plan.comm_sms)
+    stage, group = stage_of(space), communicator(space, plan.comm_sms)
     rank = space.group.rank()
     numbers = tuple(every.flatten().tolist())
     order = order_of(numbers, len(every), rank, plan.splits, plan.tile.block_m, space.device)
-    stage.open = True
-    space.engine.follow()  # no fork: the host has waited for all that x comes from
+    stage.begin(space)  # no fork: the host has waited for all that x comes from
     return _Call(order, stage, group, w, layout, plan, int(every[:, rank].sum()))
 
 

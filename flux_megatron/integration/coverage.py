@@ -25,7 +25,7 @@ from flux_megatron import errors, settings
 from flux_megatron.integration import requirements
 from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
 from flux_megatron.integration.selection import layer_of
-from flux_megatron.ops import Layers, note_layers
+from flux_megatron.overlap.report import Layers, note_layers
 
 NOT_CHOSEN = "it is none of the chosen layers"
 _OURS = (FluxColumnParallelLinear, FluxRowParallelLinear)

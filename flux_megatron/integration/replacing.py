@@ -17,7 +17,7 @@ from torch.nn import Module
 from flux_megatron.integration import adapters, coverage, fp8, seams, stand_ins
 from flux_megatron.integration.flags import LAYERS, names_given
 from flux_megatron.integration.layers import FluxColumnParallelLinear
-from flux_megatron.ops import Layers
+from flux_megatron.overlap.report import Layers
 
 _MISSING = object()
 # what a layer was: its class, and those of its attributes that changed

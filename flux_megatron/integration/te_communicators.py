@@ -23,7 +23,7 @@ from transformer_engine.pytorch.distributed import gather_along_first_dim
 from transformer_engine.pytorch.module import base
 from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 
-from flux_megatron import ops
+from flux_megatron import ops, pieces
 from flux_megatron.scaling import BLOCK
 
 _ROW = ("proj", "fc2")  # which gather dy in backward; others gather x in forward
@@ -152,7 +152,7 @@ def _begin(shard: Any, group: ProcessGroup, quantizer: Any) -> tuple[Any, _InFli
         rows = rows.flatten(0, -2)
     if ops.gather_refused(group, rows.device) is not None:
         return None
-    call = ops.start_gather_beside(rows, scales, group)
+    call = pieces.start_gather_beside(rows, scales, group)
     return whole, _InFlight(call, whole, len(rows))
 
 

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron import ops
-from flux_megatron.ops import differentiable
+from flux_megatron import ops, pieces
 from flux_megatron.wgrad import plain_wgrad
 
 _UNGUARDED = nullcontext()
@@ -117,10 +116,10 @@ class LinearNode(torch.autograd.Function):
 # how dy, x and dx travel where torch computes gradients that are differentiated again: what all
 # ranks have each uses for its shard of the weight
 _AGAIN: dict[str, tuple[str, Any, Any, Any]] = {
-    "column": ("gemm_rs", None, differentiable.gather, differentiable.scatter),
-    "row": ("ag_gemm", differentiable.gather, None, None),
-    "local": ("gemm_ar", None, differentiable.copy, differentiable.reduce),
-    "whole": ("gemm_ar", differentiable.copy, None, None),
+    "column": ("gemm_rs", None, ops.differentiable.gather, ops.differentiable.scatter),
+    "row": ("ag_gemm", ops.differentiable.gather, None, None),
+    "local": ("gemm_ar", None, ops.differentiable.copy, ops.differentiable.reduce),
+    "whole": ("gemm_ar", ops.differentiable.copy, None, None),
 }
 
 
@@ -174,7 +173,7 @@ def backward(
             elif needs_dx and group is None:
                 dx = dy @ w
             elif needs_dx:
-                reduction = ops.start_gemm_ar(dy, w, group, layout="nn")
+                reduction = pieces.start_gemm_ar(dy, w, group, layout="nn")
         if x is not None:
             dw = _run_wgrad(options.wgrad, w, dy, gather.complete() if gather else x)
         elif needs_dw and options.dy_buffer is not None:
@@ -193,10 +192,10 @@ def _column_dgrad(
     """What is in flight for wgrad, if forward has kept a shard of x, and for dx."""
     local = None if options.save_gathered else x
     if local is not None and needs_dx:
-        return ops.start_gather_and_gemm_rs(local, dy, w, options.group)
+        return pieces.start_gather_and_gemm_rs(local, dy, w, options.group)
     if local is not None:
-        return ops.start_gather(local, w, options.group), None
-    return None, ops.start_gemm_rs(dy, w, options.group, layout="nn") if needs_dx else None
+        return pieces.start_gather(local, w, options.group), None
+    return None, pieces.start_gemm_rs(dy, w, options.group, layout="nn") if needs_dx else None
 
 
 def _row_backward(
@@ -218,7 +217,7 @@ def _row_backward(
         dx = _shaped(dx, shape)
     elif consume:
         with ops.guard(group, dy.device):
-            gather = ops.start_gather(dy, w, group, layout="nn")
+            gather = pieces.start_gather(dy, w, group, layout="nn")
             consume(gather.complete())
             gather.close()
     return dx, dw[0]

@@ -78,7 +78,7 @@ def _refused(name: str, *facts: Any) -> bool:
     return reason is not None
 
 
-# torch.compile takes the answer as a constant of its graph: see `flux_megatron.ops.plan_text`
+# torch.compile takes the answer as a constant of its graph: see `flux_megatron.problem.plan_text`
 _refused._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

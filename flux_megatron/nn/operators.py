@@ -21,7 +21,6 @@ from torch import Tensor
 from flux_megatron import ops
 from flux_megatron.nn import linear_passes
 from flux_megatron.nn.linear_passes import Wgrad
-from flux_megatron.ops import group_named
 from flux_megatron.wgrad import IntoMainGrad, plain_wgrad
 
 
@@ -31,7 +30,7 @@ def linear(
     bias: Tensor | None, save_gathered: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y, and the gathered rows of x for backward, none without `save_gathered`."""
-    ranks = group_named(group) if group else None
+    ranks = ops.group_named(group) if group else None
     y, kept = linear_passes.forward(layer, x, w, bias, ranks, save_gathered)
     return y, x.new_empty(0, x.shape[-1]) if kept is None else kept
 
@@ -57,7 +56,7 @@ def _backward(
     """dx, dw, db, each empty where it is not needed, or is added to main_grad."""
     wgrad: Wgrad = plain_wgrad if main_grad is None else IntoMainGrad(main_grad)
     rows = linear_passes.rows_of(x) if needs[1] else None
-    ranks = group_named(group) if group else None
+    ranks = ops.group_named(group) if group else None
     options = linear_passes.Options(layer, ranks, wgrad, save_gathered)
     shape = _shape_of_dx(layer, dy, w, R)
     dx, dw, db = linear_passes.backward(dy, rows, w, shape, options, needs)
@@ -103,7 +102,7 @@ linear.register_autograd(_layer_gradients, setup_context=_keep)
 @torch.library.custom_op("flux_megatron::sum_over_group", mutates_args=())
 def sum_over_group(x: Tensor, group: str) -> Tensor:
     """The sum of x over all ranks, on each of them; fp32 inside, fp64 for fp64."""
-    return ops.differentiable.reduce(x, group_named(group))
+    return ops.differentiable.reduce(x, ops.group_named(group))
 
 
 @sum_over_group.register_fake

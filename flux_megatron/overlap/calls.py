@@ -22,8 +22,9 @@ from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Plan
 from flux_megatron.scaling import Scaling
 from flux_megatron.symm.enqueue import MADE, TABLE, Operand, X
-from flux_megatron.symm.program import Builder, CallProgram, Torch
-from flux_megatron.symm.workspace import Workspace
+from flux_megatron.symm.program import Builder, CallProgram
+from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.steps import Torch
 
 _UNNAMED = nullcontext()
 _MADE = MADE - X.register  # the place of the first tensor that a call makes, behind its operands
@@ -44,7 +45,7 @@ def program_of(
     w_shape = () if w is None else w.shape
     scaled = None if scaling is None else scaling[2:]
     key = (build, turns, layout, id(plan), *x.shape, x.dtype, *w_shape, bias is None, scaled)
-    program: CallProgram | None = space.programs.get(key)
+    program = space.programs.get(key)
     if program is None:
         # it keeps the plan: no other has its identity as long as it is here
         program = CallProgram(space, plan, x, w, bias, layout, turns, scaling).built_by(build)
@@ -56,10 +57,11 @@ def result_of(
     program: CallProgram, x: Tensor, w: Tensor, bias: Tensor | None, scaling: Scaling | None
 ) -> Tensor:
     """Of a whole call, which mostly is one list."""
-    y: Tensor | None = None
     if program.lists is not None and program.lists.single is not None:
         y = _at_once(program, x, w, bias, scaling)
-    return InFlight(program, x, w, bias, scaling).finish() if y is None else y
+        if y is not None:
+            return y
+    return InFlight(program, x, w, bias, scaling).finish()
 
 
 def _at_once(
@@ -154,21 +156,15 @@ class InFlight:
         # who has made x may use another stream
         self.stream, self._elsewhere = self.engine.current(), True
         self._make(self.program.made)
-        self._lists = self._lists_now()
-        if self._lists is not None:
-            if len(self._lists.made) > len(self.program.made):
-                self._make(self._lists.made[len(self.program.made) :])
-            if self._by_c(self._lists):
-                return
-            self._lists = None
-        self._by_python()
-
-    def _lists_now(self) -> Lists | None:
-        """None for a call that Python must make."""
         captured = any(call.region.entries is not None for call in self.calls)
-        if captured or not self.engine.runs_lists or is_watched():
-            return None
-        return lists_of(self.program, self.engine, self.number)
+        if not captured and self.engine.runs_lists and not is_watched():
+            self._lists = lists_of(self.program, self.engine, self.number)
+            if self._lists is not None:
+                self._make(self._lists.made[len(self.program.made) :])
+                if self._by_c(self._lists):
+                    return
+        self._lists = None
+        self._by_python()
 
     def _make(self, made: Iterable[Made]) -> None:
         """Take memory for what the call makes; then its registers are known."""
@@ -177,13 +173,11 @@ class InFlight:
         tensors += [
             new(shape) if dtype is None else new(shape, dtype=dtype) for shape, dtype in made
         ]
-        table, epoch = calls[0].region.table, calls[0].epoch
+        table, epoch, second = calls[0].region.table, calls[0].epoch, 0
+        if len(calls) == 2:
+            table, second = table + calls[1].region.table, calls[1].epoch
         addresses = [0 if one is None else one.data_ptr() for one in tensors]
-        if len(calls) == 1:
-            self._given = (table, self.stream, epoch, 0, *addresses)
-        else:
-            table += calls[1].region.table
-            self._given = (table, self.stream, epoch, calls[1].epoch, *addresses)
+        self._given = (table, self.stream, epoch, second, *addresses)
 
     # What the caller does.
 
@@ -287,9 +281,6 @@ class InFlight:
         raise AssertionError(f"no channel has {operand}")
 
 
-# A strategy's functions, made of what builds their programs.
-
-
 def gathering(build: Builder) -> Callable[..., Tensor]:
     """`ag_gemm` of a strategy; the program's only turn, if there is one, lends the rows."""
 
@@ -297,17 +288,14 @@ def gathering(build: Builder) -> Callable[..., Tensor]:
         x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan, workspace: Workspace,
         consume: Callable[[Tensor], None] | None, scaling: Scaling | None = None,
     ) -> Tensor:  # fmt: skip
-        """all_gather(x) @ w + bias; `consume` is called with the gathered rows while they are
-        valid.
-        """
+        """all_gather(x) @ w + bias; `consume` borrows the gathered rows."""
         turns = consume is not None
         program = program_of(build, x, w, bias, layout, plan, workspace, turns, scaling)
         if consume is None:
             return result_of(program, x, w, bias, scaling)
         call = InFlight(program, x, w, bias, scaling)
         call.lend(consume)
-        y: Tensor = call.finish()
-        return y
+        return call.finish()
 
     return ag_gemm
 
@@ -340,13 +328,11 @@ def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> InFlight:
     return InFlight(program, x, None, None)
 
 
-def start_gather_beside(x: Tensor, scaling: Scaling | None, workspace: Workspace) -> InFlight:
+def start_gather_beside(x: Tensor, scaling: Scaling | None, space: Workspace) -> InFlight:
     """The same while other calls are open; behind the rows `complete` gives the scales of x, those
     of each rank behind the others', if there are any.
     """
-    program = program_of(
-        transfer.gather_beside, x, None, None, "", _BESIDE, workspace, True, scaling
-    )
+    program = program_of(transfer.gather_beside, x, None, None, "", _BESIDE, space, True, scaling)
     return InFlight(program, x, None, None, scaling)
 
 

@@ -7,7 +7,7 @@ import threading
 import torch
 import torch.distributed as dist
 
-from flux_megatron.symm.workspace import Workspace
+from flux_megatron.symm.space import Workspace
 
 _LOOK_S = 0.05
 

@@ -16,8 +16,9 @@ from flux_megatron.overlap import calls, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.scaling import Scaling, result_dtype
-from flux_megatron.symm.program import CallProgram, Slot
+from flux_megatron.symm.program import CallProgram
 from flux_megatron.symm.signals import comm_rows_at_least
+from flux_megatron.symm.steps import Slot
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = True
@@ -30,9 +31,8 @@ def supports(problem: Problem) -> str | None:
 
 def default_plan(problem: Problem) -> Plan:
     """One communication tile a shard, and a tile that suits the device."""
-    if problem.device == "cpu":
-        return Plan("fused", tile=_interpreted_tile(problem))
-    return Plan("fused", tile=_compiled_tile(problem))
+    tile_of = _interpreted_tile if problem.device == "cpu" else _compiled_tile
+    return Plan("fused", tile=tile_of(problem))
 
 
 def candidates(problem: Problem) -> list[Plan]:
@@ -87,18 +87,16 @@ def _tma(problem: Problem) -> bool:
 
 
 def _ag_gemm(p: CallProgram) -> Slot:
-    lends = p.turns
-    gather = transfer.start_gather(
-        p, p.x, p.plan.comm_rows, local_copy="engine" if lends else "nobody"
-    )
+    local_copy = "engine" if p.turns else "nobody"
+    gather = transfer.start_gather(p, p.x, p.plan.comm_rows, local_copy=local_copy)
     with p.phase("ag_gemm kernel"):
-        y: Slot = ag_gemm_kernels.ag_gemm(
+        y = ag_gemm_kernels.ag_gemm(
             p.x, gather.gathered, p.w, p.bias, **transfer.waits(gather.channel),
             work_counter=gather.channel.fixed("work_counter"), rank=p.rank,
             comm_rows=gather.comm_rows, layout=p.layout, tile=_tile_for(p.plan, p.scaling),
             scaling=p.scaling,
         )  # fmt: skip
-    if lends:
+    if p.turns:
         p.turn(gather.complete())
     gather.close(by_kernel=True)
     return y

@@ -25,7 +25,7 @@ from flux_megatron.kernels.signalled_gemm import ends_of
 from flux_megatron.overlap import collectives
 from flux_megatron.overlap.phase import phase
 from flux_megatron.symm.copy_engine import CopyEngine
-from flux_megatron.symm.workspace import Workspace
+from flux_megatron.symm.space import Workspace
 
 
 class Arriving(NamedTuple):

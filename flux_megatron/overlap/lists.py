@@ -14,7 +14,8 @@ import torch
 from flux_megatron.symm import enqueue
 from flux_megatron.symm.copy_engine import CopyEngine
 from flux_megatron.symm.enqueue import MADE, STREAM, Operand, W, X
-from flux_megatron.symm.program import CallProgram, Launch, Move, Step, Torch
+from flux_megatron.symm.program import CallProgram, Step
+from flux_megatron.symm.steps import Launch, Move, Torch
 
 _ATTEMPTS = 8  # to make lists of a program: first its kernels must be compiled
 _ALIGNED = (X.register, W.register, enqueue.BIAS.register)
@@ -53,8 +54,7 @@ def lists_of(
             program.listed(_Builder(program, engine, number).lists())
         except Exception as error:  # what the driver or Triton has otherwise than we know it
             program.unlisted = str(error)
-    lists: Lists | None = program.lists
-    return lists
+    return program.lists
 
 
 class _Builder:

@@ -7,6 +7,7 @@ calls are the same call.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from flux_megatron.kernels.sizes import parts_of
 from flux_megatron.overlap import calls, low_latency_plans, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Problem
-from flux_megatron.symm.program import CallProgram, ChannelSlots, Slot
+from flux_megatron.symm.program import CallProgram, ChannelSlots
+from flux_megatron.symm.steps import Slot
 from flux_megatron.symm.word_channel import WordChannel
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
@@ -47,7 +49,7 @@ def _ag_gemm(p: CallProgram) -> Slot:
     gathered = p.x.new_empty(p.world_size * M_shard, K)
     channel = _words(p, ag_gemv_kernels.half_bytes(len(gathered), K, p.x.dtype))
     with p.phase("ag_gemv kernel"):
-        y: Slot = ag_gemv_kernels.ag_gemv(
+        y = ag_gemv_kernels.ag_gemv(
             p.x, gathered, p.w, p.bias, arrivals=channel.fixed("arrivals"), layout=p.layout,
             tile=p.plan.tile, parts=parts_of(p.plan.splits, p.N, p.plan.tile), **_given(channel),
         )  # fmt: skip
@@ -55,24 +57,15 @@ def _ag_gemm(p: CallProgram) -> Slot:
     return y
 
 
-def _gemm_rs(p: CallProgram) -> Slot:
-    return _reduced(p, scatters=True)
-
-
-def _gemm_ar(p: CallProgram) -> Slot:
-    return _reduced(p, scatters=False)
-
-
 def _reduced(p: CallProgram, scatters: bool) -> Slot:
     """In one kernel: when it is launched nothing is left to do."""
     channel = _words(p, half_bytes(len(p.x), p.N, p.x.dtype, p.world_size))
     with p.phase("gemv_ar kernel"):
-        y: Slot = gemv_ar_kernels.gemv_ar(
+        return gemv_ar_kernels.gemv_ar(
             p.x, p.w, world_size=p.world_size, layout=p.layout, tile=p.plan.tile,
             parts=parts_of(p.plan.splits, p.N, p.plan.tile), scatters=scatters,
             two_phase=p.plan.two_phase and not scatters, **_given(channel),
         )  # fmt: skip
-    return y
 
 
 def _words(p: CallProgram, size_bytes: int) -> ChannelSlots:
@@ -92,5 +85,5 @@ def _given(channel: ChannelSlots) -> dict[str, Any]:
 
 start_gather = calls.start_gather
 ag_gemm = calls.gathering(_ag_gemm)
-gemm_rs, start_gemm_rs = calls.reducing(_gemm_rs)
-gemm_ar, start_gemm_ar = calls.reducing(_gemm_ar)
+gemm_rs, start_gemm_rs = calls.reducing(partial(_reduced, scatters=True))
+gemm_ar, start_gemm_ar = calls.reducing(partial(_reduced, scatters=False))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from flux_megatron.overlap.report import note_copy
+from flux_megatron.scaling import Scaling, is_fp8
 
 ALIGNED = 16  # bytes of which an address is a multiple: what TMA takes
 
@@ -21,6 +22,21 @@ ALIGNED = 16  # bytes of which an address is a multiple: what TMA takes
 def is_plain(tensor: Tensor) -> bool:
     kind = type(tensor)
     return kind is Tensor or kind is Parameter
+
+
+def no_rows(x: Tensor, w: Tensor, layout: str) -> bool:
+    """Whether no rank has rows, as shards are equal: then nobody is asked. Of other errors `decide`
+    tells.
+    """
+    if x.shape[0] or x.dim() != 2 or w.dim() != 2 or 0 in w.shape:
+        return False
+    if x.dtype != w.dtype or is_fp8(x):
+        return False
+    return x.shape[1] == w.shape[1 if layout == "nt" else 0]
+
+
+def product(x: Tensor, w: Tensor, layout: str) -> Tensor:
+    return x @ (w.t() if layout == "nt" else w)
 
 
 def described(tensor: Tensor) -> str:
@@ -41,6 +57,13 @@ def memory(what: str, tensor: Tensor, *, contiguous: bool = True) -> Tensor:
     ):
         return tensor
     return _made(what, tensor, contiguous)
+
+
+def dense(scaling: Scaling | None) -> Scaling | None:
+    """With blockwise scales that copy engines can read."""
+    if scaling is None or not scaling.blockwise:
+        return scaling
+    return Scaling(memory("x_scale", scaling.x), memory("w_scale", scaling.w), *scaling[2:])
 
 
 def _made(what: str, tensor: Tensor, contiguous: bool) -> Tensor:

@@ -24,8 +24,9 @@ from flux_megatron.overlap import calls, sequential, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.scaling import result_dtype, scales_of
-from flux_megatron.symm.program import CallProgram, Slot
+from flux_megatron.symm.program import CallProgram
 from flux_megatron.symm.signals import comm_rows_at_least
+from flux_megatron.symm.steps import Slot
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = True
@@ -53,9 +54,7 @@ def default_plan(problem: Problem) -> Plan:
 
 def candidates(problem: Problem) -> list[Plan]:
     """Plans worth measuring: one GEMM a shard, as few as overlap, or one."""
-    fewer = [1]
-    if problem.spec.gathers and problem.world_size > 2:
-        fewer = [2, 1]
+    fewer = [2, 1] if problem.spec.gathers and problem.world_size > 2 else [1]
     return [default_plan(problem), *(Plan("pipelined", splits=splits) for splits in fewer)]
 
 

@@ -11,7 +11,7 @@ from flux_megatron.overlap import fused, hopper, low_latency, pipelined, sequent
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.scaling import Scaling
-from flux_megatron.symm.workspace import Workspace
+from flux_megatron.symm.space import Workspace
 
 # x, w, layout, plan, workspace -> y, without bias
 Forward = Callable[[Tensor, Tensor, str, Plan, Workspace], Tensor]
@@ -105,15 +105,6 @@ def refusal(problem: Problem, name: str, unavailable: str | None) -> str | None:
         return f"{name} is not built for {problem.pattern}"
     one = strategy(problem, name)
     return (unavailable if one.NEEDS_SYMMETRIC_MEMORY else None) or one.supports(problem)
-
-
-def gather_refusal(wanted: str, unavailable: str | None) -> str | None:
-    """The same of a gather by copy engines that has no plan, where `wanted` is one strategy or
-    "auto".
-    """
-    if wanted != "auto" and not _ALL[wanted].NEEDS_SYMMETRIC_MEMORY:
-        return f"{wanted} is wanted"
-    return unavailable
 
 
 def overlapping(

@@ -20,7 +20,7 @@ from flux_megatron.overlap.phase import phase
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.scaling import BLOCK, E4M3, PADDING, Scaling, dequantized, is_fp8, scales_of
-from flux_megatron.symm.workspace import Workspace
+from flux_megatron.symm.space import Workspace
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = False
@@ -41,20 +41,28 @@ def candidates(problem: Problem) -> list[Plan]:
 
 
 @dataclass(frozen=True)
-class CollectiveGather:
-    gathered: Tensor
-    work: dist.Work
-    workspace: Workspace
+class UnderWay:
+    """A collective that has begun, or none: `complete` or `finish` gives the `result`, for the
+    current stream. What is read stays until then.
+    """
+
+    result: Tensor
+    work: dist.Work | None = None
+    workspace: Any = None
+    read: Tensor | None = None
 
     def complete(self) -> Tensor:
-        with phase("wait"):
-            collectives.wait(self.work, self.workspace)
-        return self.gathered
+        if self.work is not None:
+            with phase("wait"):
+                collectives.wait(self.work, self.workspace)
+        return self.result
+
+    finish = complete
 
     def close(self) -> None: ...
 
 
-def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> CollectiveGather:
+def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> UnderWay:
     """All-gather x [M_shard, K] in the background; `complete` gives [M, K]."""
     gathered = x.new_empty(workspace.group.size() * x.shape[0], x.shape[1])
     with phase("all-gather"):
@@ -62,7 +70,7 @@ def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> CollectiveGathe
         if is_fp8(x):  # no collective knows these dtypes
             out, rows = gathered.view(torch.uint8), x.view(torch.uint8)
         work = dist.all_gather_into_tensor(out, rows, group=workspace.group, async_op=True)
-    return CollectiveGather(gathered, work, workspace)
+    return UnderWay(gathered, work, workspace)
 
 
 def ag_gemm(
@@ -178,41 +186,26 @@ def _refusal(device: torch.device, blocks: int) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class CollectiveReduction:
-    partial: Tensor
-    y: Tensor
-    work: dist.Work
-    workspace: Workspace
-
-    def finish(self) -> Tensor:
-        with phase("wait"):
-            collectives.wait(self.work, self.workspace)
-        return self.y
-
-
 def start_gemm_rs(
     x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace,
     scaling: Scaling | None = None,
-) -> CollectiveReduction:  # fmt: skip
+) -> UnderWay:  # fmt: skip
     """x @ w, then its reduce-scatter in the background; `finish` gives y [M_shard, N]."""
     with phase("gemm chunk"):
         partial = scaled_gemm(x, w, None, scaling) if scaling else _gemm(x, w, layout)
     y = partial.new_empty(partial.shape[0] // workspace.group.size(), partial.shape[1])
     with phase("reduce-scatter"):
         work = dist.reduce_scatter_tensor(y, partial, group=workspace.group, async_op=True)
-    return CollectiveReduction(partial, y, work, workspace)
+    return UnderWay(y, work, workspace, partial)
 
 
-def start_gemm_ar(
-    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
-) -> CollectiveReduction:
+def start_gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> UnderWay:
     """x @ w, then its all-reduce in the background; `finish` gives y [M, N]."""
     with phase("gemm chunk"):
         y = _gemm(x, w, layout)
     with phase("all-reduce"):
         work = dist.all_reduce(y, group=workspace.group, async_op=True)
-    return CollectiveReduction(y, y, work, workspace)
+    return UnderWay(y, work, workspace)
 
 
 def gemm_rs(

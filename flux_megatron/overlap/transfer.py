@@ -21,9 +21,10 @@ from flux_megatron.kernels.wait_sources import wait_sources
 from flux_megatron.problem import Problem
 from flux_megatron.symm.channel import Call, Channel
 from flux_megatron.symm.enqueue import Operand, always
-from flux_megatron.symm.program import CallProgram, ChannelSlots, Slot
+from flux_megatron.symm.program import CallProgram, ChannelSlots
 from flux_megatron.symm.signals import comm_rows_at_least
-from flux_megatron.symm.workspace import Workspace
+from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.steps import Slot
 
 # the channels of a workspace
 GATHER, SCATTER, WORDS, BESIDE = "gather", "scatter", "words", "rows beside"
@@ -243,9 +244,7 @@ class ReduceScatter:
         """y [M_shard, N]: the fp32 sum of the received blocks in rank order."""
         p = self.channel.program
         with p.phase("reduce"):
-            y: Slot = reduce_received(
-                self.received, **waits(self.channel), comm_rows=self.comm_rows
-            )
+            y = reduce_received(self.received, **waits(self.channel), comm_rows=self.comm_rows)
         if self.staging is not None:
             p.move("join")
             p.held += (self.staging,)

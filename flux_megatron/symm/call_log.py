@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 
+import torch
 from torch.distributed import ProcessGroup
 
 from flux_megatron import errors
@@ -86,3 +87,13 @@ class CallLog:
 
 def different_calls(difference: str) -> str:
     return f"the ranks of the group made different calls: {difference}"
+
+
+def call_log(group: ProcessGroup, device: torch.device) -> CallLog | None:
+    """The log of calls; None for a group on GPUs whose ranks share no host memory."""
+    try:
+        return CallLog(group)
+    except errors.WorkspaceError:
+        if device.type == "cpu":
+            raise
+        return None

@@ -36,6 +36,12 @@ def active(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether what is enqueued now goes into a CUDA graph."""
+    with active(device):
+        return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 @cache
 def copy_engine(device: torch.device) -> CopyEngine:
     """The copy engine of a device: one stream of pushes for the whole process."""

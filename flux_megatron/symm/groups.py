@@ -21,6 +21,11 @@ def name_of(group: ProcessGroup) -> str:
     return group.group_name
 
 
+def group_named(name: str) -> ProcessGroup:
+    """The group of this `group_name`, which operators take instead of the group."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, unused-ignore]
+
+
 def is_fake(group: ProcessGroup) -> bool:
     """Whether one process stands for all ranks: torch's backend `fake`, for dry runs."""
     return dist.get_backend(group) == "fake"

@@ -1,17 +1,5 @@
-"""What one call enqueues, as a list that a strategy builds from the shapes of the call.
-
-| step | what it enqueues |
-| --- | --- |
-| `Move` | what a method of the copy engine does: fork, join, copy, copy_rows, copy_here, signal, \
-write, wait_count |
-| `Launch` | one of our kernels |
-| `Torch` | what a function of torch's does with tensors of the call |
-| turn | nothing: the caller's turn, who may be lent a tensor. A segment ends and another begins |
-
-A step names numbers by operands: the epoch, or bytes behind an address that a call brings. A `Slot`
-is a tensor of a call that has a shape already: x, w, the bias, the scales of FP8, what the call
-makes, or part of a channel's memory. So a program holds no memory and serves every call of its
-shapes.
+"""What one call enqueues, as a list of steps that a strategy builds from the shapes of the call: a
+program holds no memory, and serves every call of its shapes.
 
 `overlap.calls` runs programs. Kernels' functions on the host take slots as they take tensors: a
 launcher that is given slots adds a `Launch` to their program.
@@ -19,16 +7,13 @@ launcher that is given slots adds a `Launch` to their program.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from flux_megatron.symm.buffer import Region
 from flux_megatron.symm.channel import Channel
 from flux_megatron.symm.enqueue import (
     BIAS,
@@ -42,147 +27,13 @@ from flux_megatron.symm.enqueue import (
     X,
     always,
 )
-from flux_megatron.symm.signals import as_int32, slot_bytes
+from flux_megatron.symm.signals import slot_bytes
+from flux_megatron.symm.steps import FixedSlot, Launch, Move, RegionSlot, Slot, Torch, Transpose
 
 if TYPE_CHECKING:
     from flux_megatron.problem import Plan
     from flux_megatron.scaling import Scaling
-    from flux_megatron.symm.workspace import Workspace
-
-
-class Slot:
-    """A contiguous tensor of a call, at the address that `operand` names: all of x, w, the bias, a
-    scale, or what the call makes, or these `rows` of it.
-    """
-
-    rows: slice | None = None
-
-    def __init__(
-        self, program: CallProgram, operand: Operand, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> None:
-        self.program, self.operand, self.shape, self.dtype = program, operand, shape, dtype
-        self._place = operand.register - X.register  # among a call's tensors
-
-    @property
-    def device(self) -> torch.device:
-        return self.program.device
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.program.device.type == "cuda"
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def element_size(self) -> int:
-        return self.dtype.itemsize
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, rows: slice) -> Slot:
-        """Some rows of a matrix."""
-        first, last, _ = rows.indices(self.shape[0])
-        columns = self.shape[1]
-        pitch = columns * self.dtype.itemsize
-        part = copy(self)
-        part.operand = self.operand.plus(first * pitch)
-        begin = part.operand.add // pitch
-        part.shape, part.rows = (last - first, columns), slice(begin, begin + last - first)
-        return part
-
-    def new_empty(self, *shape: int, dtype: torch.dtype | None = None) -> Slot:
-        return self.program.new(shape, dtype or self.dtype)
-
-    def of(self, call: Any) -> Tensor:
-        """The tensor of a call."""
-        tensor: Tensor = call.tensors[self._place]
-        return tensor if self.rows is None else tensor[self.rows]
-
-
-class RegionSlot(Slot):
-    """Part of this rank's region of a channel, by the channel's number."""
-
-    channel = 0
-
-    def of(self, call: Any) -> Tensor:
-        region: Region = call.calls[self.channel].region
-        view: Tensor = region.prepared(_view, self.shape, self.dtype, self.operand.add)
-        return view
-
-
-def _view(region: Region, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
-    return region.view(region.rank, shape, dtype, offset)
-
-
-class FixedSlot(Slot):
-    """A tensor of `Region.fixed` of a channel, whatever shape it has, or the same bytes as another
-    type.
-    """
-
-    def __init__(
-        self, program: CallProgram, operand: Operand, dtype: torch.dtype, channel: int, place: int
-    ) -> None:
-        super().__init__(program, operand, (), dtype)
-        self.channel, self.place = channel, place
-
-    def view(self, dtype: torch.dtype) -> FixedSlot:
-        return FixedSlot(self.program, self.operand, dtype, self.channel, self.place)
-
-    def of(self, call: Any) -> Tensor:
-        tensor: Tensor = call.calls[self.channel].region.fixed[self.place]
-        return tensor if tensor.dtype is self.dtype else tensor.view(self.dtype)
-
-
-class Move(NamedTuple):
-    method: str
-    operands: tuple[Operand, ...]
-
-    def run(self, call: Any) -> None:
-        getattr(call.engine, self.method)(*map(call.number, self.operands))
-
-
-class Launch(NamedTuple):
-    """`tensors` are slots, what describes slots, and None; `numbers` are numbers and operands."""
-
-    launcher: Any
-    tensors: Sequence[Any]
-    numbers: Sequence[Any]
-    grid: tuple[int, ...]
-
-    def run(self, call: Any) -> None:
-        tensors = [None if one is None else _given(one, call) for one in self.tensors]
-        self.launcher.launch(tensors, [_number(one, call) for one in self.numbers], self.grid)
-
-
-def _given(one: Any, call: Any) -> Any:
-    """The tensor of a slot, or a descriptor of it."""
-    return one.of(call) if isinstance(one, Slot) else one.of(one.slot.of(call))
-
-
-def _number(number: Any, call: Any) -> Any:
-    if not isinstance(number, Operand):
-        return number
-    value = call.number(number)
-    return as_int32(value) if number in EPOCHS else value
-
-
-class Torch(NamedTuple):
-    function: Callable[..., object]
-    slots: tuple[Slot, ...]
-
-    def run(self, call: Any) -> None:
-        self.function(*[slot.of(call) for slot in self.slots])
-
-
-class Transpose(Torch):
-    """What `function`, a transpose, makes of a slot's tensor stands in its place from then on."""
-
-    def run(self, call: Any) -> None:
-        for slot in self.slots:
-            call.tensors[slot._place] = self.function(call.tensors[slot._place])
-
+    from flux_megatron.symm.space import Workspace
 
 Step = Move | Launch | Torch
 # what kernels' functions on the host take
@@ -239,7 +90,8 @@ class CallProgram:
         bias: Operands | None, layout: str, turns: bool, scaling: Scaling | None = None,
     ) -> None:  # fmt: skip
         self.space, self.plan, self.layout, self.turns = space, plan, layout, turns
-        self.device = x.device
+        self.device: torch.device = x.device
+        self.is_cuda: bool = x.device.type == "cuda"
         self.rank, self.world_size = space.rank, space.world_size
         self.timeout_ns = space.timeout_ns
         self.x = Slot(self, X, tuple(x.shape), x.dtype)

@@ -1,306 +1,55 @@
-"""The symmetric memory of a group: one workspace, which all layers share and which grows to the
-largest call.
-
-A workspace makes a channel when a call first names it. It holds the agreement of its ranks and the
-log of their calls. After a failure in the middle of a call, or a wait that ran out of time, it
-refuses all further calls and reports the reason to the other ranks.
-"""
+"""The workspace of a group: one, which all layers share and which grows to the largest call."""
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import logging
 from collections.abc import Hashable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
 from flux_megatron import errors, settings
-from flux_megatron.symm import doorbell, objects
-from flux_megatron.symm.agreement import Agreement
-from flux_megatron.symm.call_log import QUESTION, CallLog, different_calls
-from flux_megatron.symm.channel import REFRESH_EVERY, Call, Channel
-from flux_megatron.symm.device import active, copy_engine, why_not_shared
+from flux_megatron.symm import objects
+from flux_megatron.symm.device import active, capturing
 from flux_megatron.symm.groups import SHARE, is_destroyed, name_of, timeout_s
-from flux_megatron.symm.lasting import lasting
-from flux_megatron.symm.places import places, why_unavailable
-from flux_megatron.symm.recent import Recent
+from flux_megatron.symm.space import Workspace, of_groups
 from flux_megatron.symm.status import Status
 from flux_megatron.versions.library import warn_of_untested
 from flux_megatron.versions.torch import TORCH
 from flux_megatron.versions.triton import TRITON
 
 _log = logging.getLogger(__name__)
-SHAPES = 1024  # of calls that are remembered: some dozen numbers of rows of all layers of a model
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether what is enqueued now goes into a CUDA graph."""
-    with active(device):
-        return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-class Workspace:
-    """What one group shares: `channels` by name, the agreement, the log of calls, the device's copy
-    engine. Collective constructor.
-    """
-
-    @lasting()
-    def __init__(
-        self, group: ProcessGroup, device: torch.device, status: Status | None = None
-    ) -> None:
-        self.group, self.device = group, device
-        self.rank, self.world_size = group.rank(), group.size()
-        self.name = group.group_name
-        self.engine = copy_engine(device)
-        self.agreement = Agreement(group, partial(self.note, QUESTION))
-        self.calls: CallLog | None = None
-        # what all ranks have agreed on: plan tables of layer kinds, strategies of other calls
-        self.agreed: dict[Hashable, Any] = {}
-        # decisions, by all that a rank checks of a call
-        self.checked: Recent[Hashable, Any] = Recent(SHAPES)
-        self.programs: Recent[Hashable, Any] = Recent(SHAPES)  # of `overlap.calls`
-        # what a strategy needs for all its calls, by its name; it is `open` while one is
-        self.kept: dict[str, Any] = {}
-        self.settings: settings.Settings | None = None  # under which `checked` is valid
-        ranks = places(group, device, doorbell.address(_compare))
-        self._doorbells = [place.doorbell for place in ranks]
-        self.unavailable = why_unavailable(ranks, group) or why_not_shared(group, device)
-        self.calls = None if self.unavailable else _call_log(group, device)
-        self._late = ""  # the wait that ran out of time, with its likely reason
-        self._status = status or Status(device)
-        self.channels: dict[str, Channel] = {}
-
-    @property
-    def timeout_ns(self) -> int:
-        """The bound of a kernel's waits."""
-        return int(timeout_s(self.group) * 1e9)
-
-    def begin(self, channel: str, size_bytes: int, kind: type[Channel] = Channel) -> Call:
-        """Open the next call of a channel, of this `kind`, with `size_bytes` or more in its region.
-
-        A missing channel is made, and one that is too small grows: collective, and a
-        `WorkspaceError` in a capture.
-        """
-        self.check()
-        captured = capturing(self.device)
-        found = self.channels.get(channel)
-        if found is not None and found.open:
-            raise errors.WorkspaceError(f"a {channel} was begun while another was open")
-        if found is None or size_bytes > found.room(captured):
-            found = self._enlarged(channel, size_bytes, captured, kind)
-        if not captured and (found.epoch + 1) % REFRESH_EVERY == 0:
-            self._barrier(f"{channel} is refreshed")  # all signals of the calls so far have come
-            found.refresh()
-            self._barrier(f"{channel} goes on")  # none of the next call comes before
-        return found.begin(captured)
-
-    def end(self, call: Call) -> None:
-        """Close the call: all that reads its region has been enqueued on the current stream."""
-        call.channel.end(call)
-        if self.device.type == "cpu":  # kernels have returned: a late wait is known
-            self.check()
-
-    @lasting()
-    def _enlarged(
-        self, channel: str, size_bytes: int, captured: bool, kind: type[Channel]
-    ) -> Channel:
-        if captured:
-            held = self.channels[channel].room(True) if channel in self.channels else 0
-            raise errors.WorkspaceError(
-                f"a captured call needs {size_bytes} bytes of symmetric memory, {held} are there, "
-                "and a capture cannot allocate: make the same call once before it is "
-                "captured"
-            )
-        self._barrier(f"{channel} grows to {size_bytes} bytes")  # no rank uses the old memory now
-        if channel not in self.channels:
-            self.channels[channel] = kind(self.group, self.device, self._status)
-        self.channels[channel].grow(size_bytes)
-        return self.channels[channel]
-
-    def _barrier(self, reason: str) -> None:
-        """Wait until all ranks have finished what they have enqueued. `ProblemMismatch` on every
-        rank if one of them makes another call.
-        """
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            self.check()  # the others may be gone
-        self.agreement.confirm(reason)
-
-    def note(self, description: str) -> None:
-        """Record a call; `ProblemMismatch` if a rank is seen to make another one."""
-        if self.calls is None:
-            return
-        try:
-            self.calls.note(description)
-        except errors.ProblemMismatch as error:
-            self.ask()  # the other rank may have failed
-            self.agreement.stop_askers(str(error))
-            doorbell.ring(self._doorbells)  # another rank may wait for this one
-            raise errors.ProblemMismatch(self._with_reason(str(error))) from None
-
-    def check(self) -> None:
-        """Raise the error that has made results of this group worthless, if there is one."""
-        if self._late:
-            raise errors.SignalTimeout(self._late)
-        if self._status.tripped and self.unavailable is None:
-            self._explain_end_of_waits()
-        if self.agreement.broken:
-            raise errors.GroupBroken(self.agreement.broken)
-
-    def _explain_end_of_waits(self) -> None:
-        """Raise what has ended the waits of the device, as its record says."""
-        if late := self._status.late():
-            self._late = self._with_reason(late)
-            self._report_failure(f"SignalTimeout: {self._late}")
-            raise errors.SignalTimeout(self._late)
-        if refused := self._status.refused():
-            raise errors.CapacityExceeded(refused)
-        if mismatch := self._status.mismatch:
-            raise errors.ProblemMismatch(self._with_reason(mismatch))
-
-    def compare(self) -> None:
-        """End this rank's waits if it is known by now that a rank makes another call."""
-        if self.calls is not None and (difference := self.calls.difference()):
-            self._status.end_waits(different_calls(difference))
-
-    def ask(self) -> None:
-        """Raise `GroupBroken` if another rank has reported that it failed."""
-        self.agreement.failure()
-        self.check()
-
-    def _holders(self) -> list[Any]:
-        """Who holds memory, and may be open: the channels, and what strategies keep."""
-        return [*self.channels.values(), *self.kept.values()]
-
-    def open_calls(self) -> list[Any]:
-        return [one for one in self._holders() if one.open]
-
-    def guard(self) -> Guard:
-        return Guard(self)
-
-    def break_off(self, error: BaseException) -> None:
-        """Refuse all further calls, on all ranks: `error` has ended one in the middle."""
-        with contextlib.suppress(RuntimeError):  # the device may have failed
-            self.engine.join()  # no push reads memory that the caller frees
-            for one in self.kept.values():
-                if one.open:
-                    one.join()  # nor does a collective beside the caller's stream
-        if not self.agreement.broken and not self._status.mismatch:  # which every rank finds
-            self._report_failure(f"{type(error).__name__}: {error}")
-
-    def _report_failure(self, failure: str) -> None:
-        if self.calls is not None:
-            self.calls.break_off()
-        self.agreement.break_off(failure)
-
-    def _with_reason(self, failure: str) -> str:
-        """And the likely reason for a signal that did not come."""
-        difference = self.calls.difference() if self.calls is not None else ""
-        reason = self.agreement.failure() or self.agreement.published() or difference
-        return failure if reason in failure else f"{failure} ({reason})"
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether `check` raises: what is open then never ends."""
-        return bool(self._late or self.agreement.broken or self._status.tripped)
-
-    def why_held(self, graphs_dropped: bool) -> str | None:
-        """Why the memory cannot be given back now."""
-        if capturing(self.device):
-            return "a CUDA graph is being captured"
-        if self.open_calls() and not self.has_failed:
-            return "a call is in flight; call it between two calls"
-        if not graphs_dropped and any(one.held_by_graph for one in self._holders()):
-            return (
-                "a captured CUDA graph has its addresses; drop the graphs of our calls and pass "
-                "graphs_dropped=True"
-            )
-        return None
-
-    def remember(self, agreed: dict[Hashable, Any]) -> None:
-        """Take over what the group agreed on before `release`, if all ranks know the same of it: a
-        failure may have left one without. Collective.
-        """
-        known = objects.all_gather([repr(key) for key in agreed], self.group)
-        if all(one == known[0] for one in known):
-            self.agreed.update(agreed)
-
-    def close(self) -> None:
-        """Give back all memory. Nothing of a call is enqueued any more."""
-        for one in self._holders():
-            one.close()
-        for known in (self.channels, self.kept, self.agreed, self.checked, self.programs):
-            known.clear()
-
-    @property
-    def size_bytes(self) -> int:
-        """Symmetric memory held by this rank, in bytes."""
-        return sum(channel.size_bytes for channel in self.channels.values())
-
-
-class Guard:
-    """`with space.guard(): ...` makes the workspace's device the current one, and breaks the group
-    off if an error leaves a call open that began inside.
-
-    Its pushes would stay in flight, and the other ranks would wait for the rest of the call.
-    """
-
-    def __init__(self, space: Workspace) -> None:
-        self._space = space
-
-    def __enter__(self) -> None:
-        self._active = active(self._space.device)
-        self._active.__enter__()
-        self._open = self._space.open_calls()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            if error is not None and self._space.open_calls() != self._open:
-                self._space.break_off(error)
-        finally:
-            self._active.__exit__(None, None, None)
-
-
-def _call_log(group: ProcessGroup, device: torch.device) -> CallLog | None:
-    """The log of calls; None for a group on GPUs whose ranks share no host memory."""
-    try:
-        return CallLog(group)
-    except errors.WorkspaceError:
-        if device.type == "cpu":
-            raise
-        return None
-
-
-def _compare() -> None:
-    """Somebody has rung: some call of some group may be one that this rank waits in."""
-    for space in workspaces():
-        space.compare()
-
-
-_workspaces: dict[ProcessGroup, Workspace] = {}
 _statuses: dict[torch.device, Status] = {}
 _agreed_before: dict[ProcessGroup, dict[Hashable, Any]] = {}  # `release`
 
 
 def workspace(group: ProcessGroup, device: torch.device) -> Workspace:
     """The workspace of `group`. Collective at its first call."""
-    found = _workspaces.get(group)
+    found = of_groups.get(group)
     if found is None:
         name_of(group)  # there is one
         warn_of_untested(TORCH, TRITON)
         with active(device):
             status = _statuses.setdefault(device, Status(device))
             found = Workspace(group, device, status)
-        _workspaces[group] = found
-        found.remember(_agreed_before.pop(group, {}))
-        _give_back([other for other in _workspaces if is_destroyed(other)])
+        of_groups[group] = found
+        _remember(found, _agreed_before.pop(group, {}))
+        _give_back([other for other in of_groups if is_destroyed(other)])
         _log_bound(timeout_s(group), settings.get().timeout_s is not None)
     return found
+
+
+def _remember(space: Workspace, agreed: dict[Hashable, Any]) -> None:
+    """Take over what the group agreed on before `release`, if all ranks know the same of it: a
+    failure may have left one without. Collective.
+    """
+    known = objects.all_gather([repr(key) for key in agreed], space.group)
+    if all(one == known[0] for one in known):
+        space.agreed.update(agreed)
 
 
 @cache
@@ -311,7 +60,7 @@ def _log_bound(seconds: float, given: bool) -> None:
 
 def workspaces() -> list[Workspace]:
     """All workspaces of this process, for reports and checks."""
-    return list(_workspaces.values())
+    return list(of_groups.values())
 
 
 def check() -> None:
@@ -335,25 +84,39 @@ def release(group: ProcessGroup | None = None, *, graphs_dropped: bool = False) 
     Groups that are destroyed lose their memory by themselves, at the latest when a call of a new
     group comes.
     """
-    chosen = {one: space for one, space in _workspaces.items() if group is None or one is group}
+    chosen = {one: space for one, space in of_groups.items() if group is None or one is group}
     for space in chosen.values():
-        if reason := space.why_held(graphs_dropped):
-            name = space.name
+        if reason := _why_held(space, graphs_dropped):
+            name = space.group.group_name
             raise errors.WorkspaceError(f"release: the memory of group {name} is held: {reason}")
     remembered = {one: space.agreed.copy() for one, space in chosen.items() if not space.has_failed}
     _give_back([*chosen])
     _agreed_before.update(remembered)
 
 
+def _why_held(space: Workspace, graphs_dropped: bool) -> str | None:
+    """Why the memory cannot be given back now."""
+    if capturing(space.device):
+        return "a CUDA graph is being captured"
+    if space.open_calls() and not space.has_failed:
+        return "a call is in flight; call it between two calls"
+    if not graphs_dropped and any(one.held_by_graph for one in space.holders()):
+        return (
+            "a captured CUDA graph has its addresses; drop the graphs of our calls and pass "
+            "graphs_dropped=True"
+        )
+    return None
+
+
 def _give_back(groups: list[ProcessGroup]) -> None:
-    for device in {_workspaces[one].device for one in groups}:
+    for device in {of_groups[one].device for one in groups}:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     for one in groups:
-        _workspaces.pop(one).close()
+        of_groups.pop(one).close()
     for one in [one for one in _agreed_before if is_destroyed(one)]:
         del _agreed_before[one]
-    for device in {*_statuses} - {space.device for space in _workspaces.values()}:
+    for device in {*_statuses} - {space.device for space in of_groups.values()}:
         del _statuses[device]  # which may say that a wait has ended
 
 
@@ -363,7 +126,7 @@ def _let_groups_go() -> None:
 
     A thread that drops the last collective's tensors later aborts the process.
     """
-    _workspaces.clear()  # the device may have failed: nothing waits for it
+    of_groups.clear()  # the device may have failed: nothing waits for it
     _agreed_before.clear()
     _statuses.clear()
     gc.collect()  # workspaces and channels refer to each other

@@ -15,7 +15,7 @@ from closeness import assert_sums_exact
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron import ops
+from flux_megatron import ops, pieces
 from flux_megatron.dispatch import decide
 from flux_megatron.kernels import hopper_config
 from flux_megatron.kernels.split_k import K_TILES_MIN
@@ -173,7 +173,9 @@ class Operands:
         """Make the call; pairs of what it gives and what it must give, to be compared at once."""
         kind, group = self.kind, self.group
         if kind.piece == "gemm_rs":
-            scatter = ops.start_gemm_rs(self.x, self.w, group, layout=kind.layout, plan=kind.plan)
+            scatter = pieces.start_gemm_rs(
+                self.x, self.w, group, layout=kind.layout, plan=kind.plan
+            )
             yield scatter.finish(), self.y
         elif kind.piece == "column backward":
             yield from self._column_backward()
@@ -189,7 +191,7 @@ class Operands:
                 yield rows, self.gathered
 
     def _column_backward(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """As `ops.start_gather_and_gemm_rs`, by the plan of the kind: x gathered, dy scattered."""
+        """`pieces.start_gather_and_gemm_rs` by the plan of the kind: x gathered, dy scattered."""
         decision = decide(Pattern.GEMM_RS, self.x, self.w, None, self.group, "nn", self.kind.plan)
         decision.count()
         strategy, space = decision.strategy, decision.workspace

@@ -15,6 +15,7 @@ from ranks import FUSED, on_cpu_ranks
 from torch import Tensor
 
 import flux_megatron
+from flux_megatron import pieces
 from flux_megatron.errors import FallbackRefused
 from flux_megatron.integration import arm, install
 
@@ -96,10 +97,12 @@ BESIDE = {"current": 1, "none": 0, "block": 2}  # x of the column layer; in bloc
 )
 @on_cpu_ranks(2, environment=NAMED)
 def test_layers_follow_those_without_overlap(rank, recipe, delayed):
-    ops = overlapped(recipe).ops
+    overlapped(recipe)
     te_modules.FP8GlobalStateManager.enabled = recipe != "none"
     te_modules.Linear.delay_wgrad_compute = delayed
-    with mock.patch.object(ops, "start_gather_beside", wraps=ops.start_gather_beside) as beside:
+    with mock.patch.object(
+        pieces, "start_gather_beside", wraps=pieces.start_gather_beside
+    ) as beside:
         for mode in SIZES:
             ours, plain = (
                 stepped(rank, layer(rank, mode, overlap, bias=mode == "column"), mode)
@@ -113,7 +116,8 @@ def test_layers_follow_those_without_overlap(rank, recipe, delayed):
 @pytest.mark.parametrize("strategy", ["sequential", "signalled"])
 @on_cpu_ranks(2, environment=NAMED)
 def test_strategies_without_symmetric_memory_gather_without_it(rank):
-    with mock.patch.object(overlapped().ops, "start_gather_beside") as beside:
+    overlapped()
+    with mock.patch.object(pieces, "start_gather_beside") as beside:
         stepped(rank, layer(rank, "column", True), "column")
     assert not beside.call_count
 

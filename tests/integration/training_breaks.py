@@ -39,7 +39,7 @@ def terms_missing(run: Any) -> Any:
     return without
 
 
-@replacing(functions.ops, "start_gemm_ar")
+@replacing(linear_passes.pieces, "start_gemm_ar")
 def dx_not_summed(_: Any) -> Any:
     """Without sequence parallelism."""
 

@@ -85,7 +85,7 @@ torch.cuda.Stream = lambda device, priority=0: SimpleNamespace(cuda_stream=COPY)
 torch.cuda.Event = lambda: SimpleNamespace(record=lambda stream: None, cuda_event=fake_driver.EVENT)  # type: ignore[misc]
 torch._C._cuda_getCurrentRawStream = lambda device: CALLERS
 
-from flux_megatron import ops, settings
+from flux_megatron import ops, pieces, settings
 from flux_megatron.kernels import (
     hopper_config,
     hopper_gemm,
@@ -99,7 +99,7 @@ from flux_megatron.overlap import calls, fused, low_latency, sequential
 from flux_megatron.overlap.calls import InFlight
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.scaling import block_shapes
-from flux_megatron.symm import agreement, objects, places, workspace
+from flux_megatron.symm import agreement, objects, places, space, workspace
 from flux_megatron.symm import device as devices
 from flux_megatron.symm.cuda_backend import CudaCopyEngine
 
@@ -107,8 +107,8 @@ objects.all_gather = lambda mine, group: [mine] * group.size()
 places.is_fake = lambda group: False  # the pretended rank counts
 CudaCopyEngine.hold = lambda self, *tensors: None  # type: ignore[method-assign]  # it has no stream
 agreement.Agreement._exchange = lambda self, text: [text] * self._world_size  # type: ignore[method-assign]
-workspace.Workspace.end = lambda self, call: call.channel.end(call)  # type: ignore[method-assign]
-workspace.capturing = lambda device: torch.cuda.is_current_stream_capturing()
+space.Workspace.end = lambda self, call: call.channel.end(call)  # type: ignore[method-assign]
+space.capturing = lambda device: torch.cuda.is_current_stream_capturing()
 launch.supports_tensors = lambda dtype, device: None
 launch.sms = lambda device: SMS
 launch.persistent_grid = lambda device, tiles, spare_sms=0: (min(SMS - spare_sms, tiles),)
@@ -262,7 +262,7 @@ class Call:
 
     def rows_beside(self) -> torch.Tensor:
         """As what is gathered for weights' gradients of FP8."""
-        gather = ops.start_gather_beside(self.x, self.scales["x_scale"], self.group)
+        gather = pieces.start_gather_beside(self.x, self.scales["x_scale"], self.group)
         wgrad(gather.complete())
         scales = gather.complete()
         by_torch(scales, out=scales.new_empty(scales.shape))
@@ -270,7 +270,7 @@ class Call:
         return scales
 
     def column_backward(self) -> torch.Tensor:
-        gather, scatter = ops.start_gather_and_gemm_rs(self.x, self.dy, self.w, self.group)
+        gather, scatter = pieces.start_gather_and_gemm_rs(self.x, self.dy, self.w, self.group)
         wgrad(gather.complete())
         gather.close()
         return scatter.finish()

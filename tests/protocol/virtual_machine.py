@@ -36,7 +36,8 @@ import flux_megatron
 SOURCE = Path(flux_megatron.__file__).parent
 _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
-    "symm.lasting", "symm.signals", "symm.word_channel", "symm.workspace",
+    "symm.lasting", "symm.signals", "symm.word_channel", "symm.space",
+    "symm.workspace",
     "kernels.launch", "kernels.triton_launch", "kernels.primitives", "kernels.word_primitives",
     "kernels.gemm_tile", "kernels.few_rows", "kernels.gemv_ar",
     "kernels.ag_gemv",
@@ -53,7 +54,7 @@ _MODULES = (
     "kernels.hopper_a2a_gemm", "kernels.hopper_gemm_a2a",
     "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
     "embedding.bags", "embedding.fused_bags",
-    "overlap.low_latency", "overlap.signalled",
+    "overlap.low_latency", "overlap.stage", "overlap.signalled",
 )  # fmt: skip
 
 
@@ -224,7 +225,7 @@ class Machine:
         self.workspaces: list = []
         with self._replacing():
             for group in self._groups:
-                space = package.workspace.Workspace(group, torch.device("cpu"))
+                space = package.space.Workspace(group, torch.device("cpu"))
                 space.engine = _copy_stream(package, self)
                 for name in channels:
                     channel = package.channel.Channel(group, space.device, space._status)
@@ -254,19 +255,19 @@ class Machine:
         workspace = {
             "capturing": lambda device: self.scheduler.capturing,
             "Agreement": _Agreement,
-            "CallLog": lambda group: None,
+            "call_log": lambda group, device: None,
             "places": lambda group, device, doorbell: [],
             "why_unavailable": lambda ranks, group: None,
             "why_not_shared": lambda group, device: None,
         }
         with (
             mock.patch.multiple(p.channel, devices=SimpleNamespace(allocate=self._allocate)),
-            mock.patch.multiple(p.workspace, **workspace),
-            mock.patch.object(p.workspace.Workspace, "_barrier", barrier),
+            mock.patch.multiple(p.space, **workspace),
+            mock.patch.object(p.space.Workspace, "_barrier", barrier),
             # the scheduler sees what hosts enqueue by a mode of its own
             mock.patch.multiple(p.lasting, _disable_current_modes=nullcontext),
             mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),
-            mock.patch.multiple(p.signalled, communication_stream=self._communication_stream),
+            mock.patch.multiple(p.stage, communication_stream=self._communication_stream),
             # functions of torch's that make tensors on the way
             mock.patch.multiple(p.pipelined, _scaled_gemm=self._enqueued(p.pipelined._scaled_gemm)),
             mock.patch.multiple(p.primitives, host_wait=self._host_wait),

@@ -1,0 +1,148 @@
+"""What the calls of `signalled` share in a group, those of experts too: counters, a stream, and
+communicators whose kernels hold few SMs.
+"""
+
+from __future__ import annotations
+
+import atexit
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flux_megatron import errors
+from flux_megatron.kernels.signalled_gemm import Band, table_of
+from flux_megatron.problem import MAX_GROUPS
+from flux_megatron.symm.device import capturing, communication_stream
+from flux_megatron.symm.groups import timeout_s
+from flux_megatron.symm.lasting import lasting
+from flux_megatron.symm.recent import Recent
+from flux_megatron.symm.signals import WORK_WORDS
+from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.workspace import workspaces
+
+
+class Stage:
+    """What the calls of a workspace share: counters that are 0 between calls, a stream, and one
+    open call.
+    """
+
+    @lasting()
+    def __init__(self, device: torch.device) -> None:
+        self.stream = communication_stream(device)
+        self.counters = torch.zeros(MAX_GROUPS, dtype=torch.int32, device=device)
+        self.work_counter = torch.zeros(WORK_WORDS, dtype=torch.int32, device=device)
+        self.open = False
+        self.communicators: dict[int, Any] = {}  # by the SMs that they may hold
+        self._device = device
+        self._tables: Recent[tuple[Band, ...], Tensor] = Recent()
+        self._captured: dict[tuple[Band, ...], Tensor] = {}  # graphs know their addresses
+
+    @lasting()
+    def table(self, made: tuple[Band, ...]) -> Tensor:
+        """The kernel's table of the bands. A table that a graph has captured stays."""
+        table = self._captured.get(made, self._tables.get(made))
+        if table is None:
+            _refuse_capture(self._device)
+            table = self._tables[made] = table_of(made, self._device)
+        elif capturing(self._device):
+            self._captured[made] = table
+        return table
+
+    @property
+    def held_by_graph(self) -> bool:
+        return bool(self._captured)
+
+    def join(self) -> None:
+        """What the current stream gets from now on comes after all collectives so far."""
+        self.stream.join()
+
+    def close(self) -> None:
+        """A peer that is gone is not waited for."""
+        while self.communicators:
+            _, own = self.communicators.popitem()
+            own.abort()
+
+    def begin(self, workspace: Workspace) -> None:
+        """Open a call, after all that earlier calls have enqueued; no second one beside it."""
+        if self.open:
+            raise errors.WorkspaceError("a GEMM of signalled was begun while another was open")
+        self.open = True
+        workspace.engine.follow()
+
+    def clear(self, bands: int) -> None:
+        """Set the counts of so many bands to 0, behind what the stream holds."""
+        for band in range(bands):
+            self.stream.write(self.count_of(band), 0)
+
+    def count_of(self, band: int) -> int:
+        """The address of a band's counter."""
+        return self.counters.data_ptr() + band * self.counters.element_size()
+
+
+def join(workspace: Workspace) -> None:
+    """What the current stream gets from now on comes after all collectives of the open call."""
+    stage = stage_of(workspace)
+    workspace.engine.follow()
+    stage.join()
+    stage.open = False
+
+
+def stage_of(workspace: Workspace) -> Stage:
+    """The stage of a workspace, made at its first call."""
+    if "signalled" not in workspace.kept:
+        _refuse_capture(workspace.device)
+        workspace.kept["signalled"] = Stage(workspace.device)
+    return workspace.kept["signalled"]
+
+
+def _refuse_capture(device: torch.device) -> None:
+    """Counters, tables and communicators cannot be had during a capture."""
+    if capturing(device):
+        raise errors.WorkspaceError(
+            "a call of signalled is captured that was never made before: make the same call once "
+            "before it is captured"
+        )
+
+
+def communicator(workspace: Workspace, comm_sms: int) -> Any:
+    """Who runs the collectives: the group, or on NCCL a communicator of the same ranks whose
+    kernels hold at most `comm_sms` SMs. Collective at its first call.
+    """
+    group = workspace.group
+    if not comm_sms or workspace.device.type != "cuda":
+        return group
+    own = stage_of(workspace).communicators
+    if comm_sms not in own:
+        _refuse_capture(workspace.device)
+        own[comm_sms] = _nccl(workspace, comm_sms)
+    return own[comm_sms]
+
+
+def _nccl(workspace: Workspace, comm_sms: int) -> Any:
+    """Made here and not by `dist.new_group`: where the default group is bound to a device that
+    splits its communicator, for which all ranks of the job would have to come.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = comm_sms
+    # NCCL's clusters of 4 CTAs find no 4 free SMs together beside a GEMM, so nothing overlapped:
+    # GEMM+RS 8192 x 12288 x 12288 in 8 bands 2321 us, without clusters 1847 (2 x H200, NCCL 2.28.9,
+    # h200x2/signalled.jsonl).
+    options.config.cga_cluster_size = 1
+    options._timeout = timedelta(seconds=timeout_s(workspace.group))
+    # both for the watchdog's messages
+    options.group_name = f"{workspace.group.group_name} signalled {comm_sms}"  # type: ignore[assignment, unused-ignore]
+    options.global_ranks_in_group = dist.get_process_group_ranks(workspace.group)
+    store = workspace.agreement.store(f"communicator {comm_sms}")
+    rank, world_size = workspace.group.rank(), workspace.world_size
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+@atexit.register
+def _let_communicators_go() -> None:
+    """Their threads must not outlive the device."""
+    for space in workspaces():
+        if "signalled" in space.kept:
+            space.kept["signalled"].close()
