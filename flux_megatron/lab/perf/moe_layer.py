@@ -18,9 +18,10 @@ from flux_megatron.lab.perf.hardware import H200, Hardware, in_training
 from flux_megatron.launch.workload import ELEMENT_BYTES, Workload
 
 # Of each part of an operation, and of the fused ones, us of one unit of a term on 2 x H200: fitted
-# to docs/results/h200x2/expert_parallel.jsonl. FLOPs are in 1e9, bytes in kB: those that a grouped
-# GEMM reads and writes, that leave or reach a rank, and of rows put into the order of experts,
-# read and written. `sync` is a wait of the host for the splits.
+# to rows of commit f93af2e (`git show ee8732d:docs/results/h200x2/expert_parallel.jsonl`). FLOPs
+# are in 1e9, bytes in kB: those that a grouped GEMM reads and writes, that leave or reach a rank,
+# and of rows put into the order of experts, read and written. `sync` is a wait of the host for the
+# splits.
 COSTS: dict[str, dict[str, float]] = {
     "gemm": {"gflop": 1.2296, "gemm_bytes": 0.00018622},
     "a2a": {"remote_bytes": 0.0029546, "call": 41.726},
