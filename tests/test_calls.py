@@ -24,8 +24,8 @@ from flux_megatron.scaling import Scaling
 from flux_megatron.symm import channel as channels
 from flux_megatron.symm.enqueue import always
 from flux_megatron.symm.program import CallProgram
+from flux_megatron.symm.program_steps import Slot
 from flux_megatron.symm.recent import Recent
-from flux_megatron.symm.steps import Slot
 
 pytest_plugins = ("fake_engines",)
 pytestmark = NEEDS

@@ -25,8 +25,8 @@ from flux_megatron.kernels import native_launch
 from flux_megatron.problem import Tile
 from flux_megatron.symm.enqueue import Operand
 from flux_megatron.symm.program import Memory
+from flux_megatron.symm.program_steps import Launch, Slot
 from flux_megatron.symm.recent import Recent
-from flux_megatron.symm.steps import Launch, Slot
 from flux_megatron.versions.triton import run_expands_descriptors, runs_directly
 
 # of this process, by kernel

@@ -23,8 +23,8 @@ from flux_megatron.problem import Plan
 from flux_megatron.scaling import Scaling
 from flux_megatron.symm.enqueue import MADE, TABLE, Operand, X
 from flux_megatron.symm.program import Builder, CallProgram
+from flux_megatron.symm.program_steps import Torch
 from flux_megatron.symm.space import Workspace
-from flux_megatron.symm.steps import Torch
 
 _UNNAMED = nullcontext()
 _MADE = MADE - X.register  # the place of the first tensor that a call makes, behind its operands

@@ -17,8 +17,8 @@ from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.scaling import Scaling, result_dtype
 from flux_megatron.symm.program import CallProgram
+from flux_megatron.symm.program_steps import Slot
 from flux_megatron.symm.signals import comm_rows_at_least
-from flux_megatron.symm.steps import Slot
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = True

@@ -26,7 +26,8 @@ from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.scaling import E4M3, Scaling, result_dtype
 from flux_megatron.symm.enqueue import always
-from flux_megatron.symm.program import CallProgram, ChannelSlots, Slot
+from flux_megatron.symm.program import CallProgram, ChannelSlots
+from flux_megatron.symm.program_steps import Slot
 from flux_megatron.symm.signals import MAX_COMM_TILES
 
 if TYPE_CHECKING:

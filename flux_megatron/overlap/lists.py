@@ -15,7 +15,7 @@ from flux_megatron.symm import enqueue
 from flux_megatron.symm.copy_engine import CopyEngine
 from flux_megatron.symm.enqueue import MADE, STREAM, Operand, W, X
 from flux_megatron.symm.program import CallProgram, Step
-from flux_megatron.symm.steps import Launch, Move, Torch
+from flux_megatron.symm.program_steps import Launch, Move, Torch
 
 _ATTEMPTS = 8  # to make lists of a program: first its kernels must be compiled
 _ALIGNED = (X.register, W.register, enqueue.BIAS.register)

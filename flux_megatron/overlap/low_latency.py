@@ -19,7 +19,7 @@ from flux_megatron.overlap import calls, low_latency_plans, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Problem
 from flux_megatron.symm.program import CallProgram, ChannelSlots
-from flux_megatron.symm.steps import Slot
+from flux_megatron.symm.program_steps import Slot
 from flux_megatron.symm.word_channel import WordChannel
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)

@@ -27,8 +27,16 @@ from flux_megatron.symm.enqueue import (
     X,
     always,
 )
+from flux_megatron.symm.program_steps import (
+    FixedSlot,
+    Launch,
+    Move,
+    RegionSlot,
+    Slot,
+    Torch,
+    Transpose,
+)
 from flux_megatron.symm.signals import slot_bytes
-from flux_megatron.symm.steps import FixedSlot, Launch, Move, RegionSlot, Slot, Torch, Transpose
 
 if TYPE_CHECKING:
     from flux_megatron.problem import Plan
