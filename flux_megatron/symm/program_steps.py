@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,8 +27,14 @@ from flux_megatron.symm.buffer import Region
 from flux_megatron.symm.enqueue import EPOCHS, Operand, X
 from flux_megatron.symm.signals import as_int32
 
-if TYPE_CHECKING:
-    from flux_megatron.symm.program import CallProgram
+
+class Program(Protocol):
+    """What a slot needs of the program that it belongs to."""
+
+    device: torch.device
+    is_cuda: bool
+
+    def new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Slot: ...
 
 
 class Slot:
@@ -39,7 +45,7 @@ class Slot:
     rows: slice | None = None
 
     def __init__(
-        self, program: CallProgram, operand: Operand, shape: tuple[int, ...], dtype: torch.dtype
+        self, program: Program, operand: Operand, shape: tuple[int, ...], dtype: torch.dtype
     ) -> None:
         self.program, self.operand, self.shape, self.dtype = program, operand, shape, dtype
         self.device, self.is_cuda = program.device, program.is_cuda
@@ -95,7 +101,7 @@ class FixedSlot(Slot):
     """
 
     def __init__(
-        self, program: CallProgram, operand: Operand, dtype: torch.dtype, channel: int, place: int
+        self, program: Program, operand: Operand, dtype: torch.dtype, channel: int, place: int
     ) -> None:
         super().__init__(program, operand, (), dtype)
         self.channel, self.place = channel, place
