@@ -13,8 +13,9 @@ from flux_megatron.problem import Plan, Problem, Tile
 
 BY_SM_BYTES = 8 << 20  # that a rank sends to each peer; more goes by copy engine
 # GEMMs of FP8 are half as long, and stores of the SMs hold them up. With a fast accumulator 4 MiB
-# take 71 and 191 us by SMs, 82 and 203 by copy engines; 8 MiB 70, 114 and 180, or 78, 105 and 171.
-# Under contention SMs are never slower, in four shapes (2 x H200, 2026-11-27, fp8_pushes.jsonl).
+# take 71 and 191 us by SMs, 82 and 203 by copy engines, with a split one 68 and 205, or 65 and 200;
+# 8 MiB 70, 114 and 180, or 78, 105 and 171. Under contention SMs are never slower, in four shapes
+# (2 x H200, 2026-11-27, h200x2/fp8_pushes.jsonl).
 FP8_BY_SM_BYTES = 4 << 20
 # GEMM+RS over two ranks makes rows as fast as it pushes them where K is 2,048 (770 TFLOP/s, 370
 # GB/s). Where K is hardly longer, quarters of a shard begin their push soon enough, and halves do
