@@ -1,6 +1,12 @@
 """When a launcher goes past Triton's own launch. A compiled kernel stands in; GPUs run the rest."""
 
+import json
+import os
+import subprocess
+import sys
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -122,3 +128,21 @@ def test_units_are_whole_where_both_operands_begin_with_one():
     assert has_whole_units(whole, whole)
     for x, w in ((apart, whole), (whole, apart), (apart, apart)):
         assert not has_whole_units(x, w)
+
+
+@cache
+def kernel_keys(seed: int) -> dict[str, dict[str, str]]:
+    line = [sys.executable, Path(__file__).with_name("kernel_keys.py"), str(seed)]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_kernel_on_disk_is_found_whatever_was_compiled_before_it():
+    assert kernel_keys(1)["keys"] == kernel_keys(2)["keys"]
+
+
+def test_kernels_compiled_ahead_have_the_type_of_any_time_limit():
+    """Triton would give a limit below 2.1 s, in nanoseconds, another type and other code."""
+    assert {*kernel_keys(1)["limits"].values()} == {"i64"}

@@ -12,6 +12,7 @@ Pushes wait for nobody and no tile makes them wait, so one resident CTA is enoug
 
 from __future__ import annotations
 
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -110,7 +111,7 @@ class StoredGroups:
 @gluon.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "capacity", "w_first", "w_pitch"])
 def hopper_a2a_gemm_kernel(
     x_desc, received_desc, w_desc, y_desc, x, y, kept, routes, pointers, pad, pad_pointers, status,
-    work_words, rank, epoch, timeout_ns: gl.int64, capacity, w_first, w_pitch, N, K,
+    work_words, rank, epoch, timeout_ns: tl.int64, capacity, w_first, w_pitch, N, K,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = y_desc.block_type.shape[0]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -70,7 +71,7 @@ class AgConfig(Config):
 )  # fmt: skip
 def hopper_ag_gemm_kernel(
     x_desc, gathered_desc, w_desc, y_desc, bias, x_scale, w_scale, x, local_rows, partials, pad,
-    status, counters, work_words, rank, epoch, timeout_ns: gl.int64, comm_rows, M_shard, N,
+    status, counters, work_words, rank, epoch, timeout_ns: tl.int64, comm_rows, M_shard, N,
     K, row_limit, work_tiles, first_part, parts, cut_1, cut_2, cut_3, by_id, CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]

@@ -11,6 +11,7 @@ made (`expert_collect_kernel`).
 
 from __future__ import annotations
 
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -119,7 +120,7 @@ class ReturnedRows:
 @gluon.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "w_first", "w_pitch"])
 def hopper_gemm_a2a_kernel(
     x_desc, w_desc, received_desc, y, routes, pointers, pad, pad_pointers, status, work_words,
-    rank, epoch, timeout_ns: gl.int64, w_first, w_pitch, N, K, CONFIG: gl.constexpr,
+    rank, epoch, timeout_ns: tl.int64, w_first, w_pitch, N, K, CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = received_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = received_desc.block_type.shape[1]

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
@@ -166,7 +167,7 @@ def hopper_gemm_rs_kernel(
     x_desc, w_desc, parts_desc, received_desc, y_desc, gathered_desc, x_scale, w_scale, partials,
     tiles_of_others, received_pointers, pad_pointers, gathered_pointers, gather_pads, gather_pad,
     result, drawn, pad, status, counters, partial_counters, work_words, rank, epoch,
-    timeout_ns: gl.int64, tiles_comm, gather_epoch, M, M_shard, N, K, late, work_tiles, first_part,
+    timeout_ns: tl.int64, tiles_comm, gather_epoch, M, M_shard, N, K, late, work_tiles, first_part,
     parts, cut_1, cut_2, cut_3, by_id, CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = y_desc.block_type.shape[0]

@@ -10,12 +10,14 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -72,6 +74,25 @@ def compiling_together() -> Iterator[None]:
         yield
 
 
+def hash_in_order(function: Any) -> None:
+    """Have Triton hash a function after all that it calls. Its hash has the constants of what it
+    calls only where that was hashed before it (3.6 to 3.9), so without this a kernel's place on
+    disk depended on what the process had compiled before, and most were compiled anew in each run.
+    """
+    if getattr(function, "hash", "") is not None:
+        return
+    scope, nodes = function.get_capture_scope(), [*ast.walk(function.parse())]
+    named = [scope.get(node.id) for node in nodes if isinstance(node, ast.Name)]
+    modules = [one for one in named if isinstance(one, ModuleType)]
+    attributes = [node.attr for node in nodes if isinstance(node, ast.Attribute)]
+    named += [getattr(module, name, None) for module in modules for name in attributes]
+    for one in named:
+        for callee in getattr(one, "hash_attrs", (one,)):  # those of an aggregate
+            if callee is not function:
+                hash_in_order(callee)
+    function.cache_key  # noqa: B018, which hashes it
+
+
 class Launcher:
     """A kernel with everything fixed but its tensors and the numbers that change from call to call.
 
@@ -112,6 +133,7 @@ class Launcher:
         self._compiled = None
         self._layout: native_launch.Layout | None = None
         self._is_compiled = hasattr(kernel, "params")  # not interpreted
+        hash_in_order(kernel)
         self._dtypes: list | None = None
         self._device: int | None = None
 
