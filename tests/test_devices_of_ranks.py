@@ -95,10 +95,11 @@ def test_ranks_that_see_one_gpu_each():
 
 
 def unshared(rank: int) -> tuple[int, dict, str | None]:
-    """torch's own check refuses: as if the driver did."""
-    from flux_megatron.symm import cuda_backend
+    """As if the driver refused one rank."""
+    from flux_megatron.symm import cuda_memory
 
-    cuda_backend._SAME_NUMBERS = "SOMETHING_ELSE"
+    if rank == 0:
+        cuda_memory.Mapping = mock.Mock(side_effect=RuntimeError("cuMemMap failed: closed"))
     device = torch.device("cuda", 0)
     run, expected = call(Pattern.AG_GEMM, "pipelined", device)
     with strategy("pipelined"), warnings.catch_warnings(record=True) as said:
@@ -111,12 +112,10 @@ def unshared(rank: int) -> tuple[int, dict, str | None]:
 
 
 def test_gpus_that_share_no_memory_fall_back_and_say_so_once():
-    environment = {**ONE_EACH, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "0"}
-    for lines, calls, reason in run_ranks(unshared, 2, device="cuda", environment=environment):
+    for lines, calls, reason in run_ranks(unshared, 2, device="cuda", environment=ONE_EACH):
         assert lines == 1
         assert calls == {("ag_gemm", "sequential"): CALLS}
-        assert "rank 0" in reason
-        assert "overlapping devices" in reason
+        assert "rank 0: cuMemMap failed: closed" in reason
 
 
 def without_set_device(rank: int) -> int:

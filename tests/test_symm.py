@@ -1,20 +1,16 @@
 """Symmetric memory: signals and slots, what ranks see of each other, of any process group and of
-several at once, and GPUs that share none; torch's allocations are pretended.
+several at once, and GPUs that share none.
 """
 
 import inspect
-import os
 import random
 import warnings
-from contextlib import contextmanager
-from types import SimpleNamespace
 from unittest import mock
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 from cases import Case, check
 from closeness import assert_exact
 from hypothesis import given, settings
@@ -26,7 +22,7 @@ from flux_megatron import errors, pieces
 from flux_megatron.nn import functions
 from flux_megatron.overlap.report import report
 from flux_megatron.problem import Plan
-from flux_megatron.symm import cpu_backend, cuda_backend, objects, signals, space
+from flux_megatron.symm import cpu_backend, objects, signals, space
 from flux_megatron.symm import device as devices
 from flux_megatron.symm.call_log import call_log
 from flux_megatron.symm.workspace import release, workspaces
@@ -197,75 +193,6 @@ def test_none_is_no_group(name):
     module = functions if "linear" in name else flux_megatron
     with pytest.raises(ValueError, match=r"^group None given, the process group of the ranks"):
         getattr(module, name.partition(",")[0])(*given, group=None, **options)
-
-
-VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-SIZE = 1 << 21
-# (UUID, number) of each rank's GPU; what was set before; what torch finds in its rendezvous
-CASES = {
-    "one visible GPU each": ((("A", 0), ("B", 0)), None, "1"),
-    "where the variable says no": ((("A", 0), ("B", 0)), "0", "1"),
-    "all GPUs visible": ((("A", 0), ("B", None)), None, None),
-    "one GPU for both": ((("A", 0), ("A", 0)), None, None),
-    "one GPU for both, as tests have it": ((("A", 0), ("A", 0)), "1", "1"),
-}
-
-
-@contextmanager
-def torch_s(uuid: str, empty: Exception | None = None, rendezvous: Exception | None = None):
-    """Stand-ins of torch's symmetric memory, of which a step may raise. The variable as it is seen
-    in each rendezvous.
-    """
-    seen: list[str | None] = []
-
-    def meet(mine: torch.Tensor, group: str) -> SimpleNamespace:
-        seen.append(os.environ.get(VARIABLE))
-        if rendezvous:
-            raise rendezvous
-        return SimpleNamespace(get_buffer=lambda r, shape, dtype: mine, buffer_ptrs=[0, 0])
-
-    made = empty or (lambda size, dtype, device: torch.ones(size, dtype=dtype))
-    with (
-        mock.patch.object(symmetric_memory, "empty", side_effect=made),
-        mock.patch.object(symmetric_memory, "rendezvous", meet),
-        mock.patch.object(torch.cuda, "get_device_properties", return_value=Mock(uuid=uuid)),
-        mock.patch.object(torch.cuda, "synchronize"),
-    ):
-        yield seen
-
-
-@pytest.mark.parametrize("case", CASES)
-@on_cpu_ranks(2)
-def test_torch_tells_gpus_apart_by_number_unless_their_uuids_say_more(rank, case):
-    gpus, before, found = CASES[case]
-    uuid, number = gpus[rank]
-    os.environ.pop(VARIABLE, None)
-    if before is not None:
-        os.environ[VARIABLE] = before
-    device = torch.device("cpu") if number is None else torch.device("cpu", number)
-    with torch_s(uuid) as seen:
-        buffer = cuda_backend.allocate(SIZE, dist.group.WORLD, device)
-    assert (seen, os.environ.get(VARIABLE)) == ([found], before)
-    assert not buffer.shards[rank].count_nonzero()
-
-
-@on_cpu_ranks(2)
-def test_every_rank_learns_which_one_has_too_little_memory(rank):
-    """On one rank only: no rank waits for it in the rendezvous."""
-    failure = RuntimeError("out of memory\nC++ stack") if rank == 1 else None
-    said = "^symmetric memory of 2097152 bytes: rank 1: out of memory$"
-    with torch_s(str(rank), failure) as seen, pytest.raises(errors.WorkspaceError, match=said):
-        cuda_backend.allocate(SIZE, dist.group.WORLD, torch.device("cpu", 0))
-    assert not seen
-
-
-@on_cpu_ranks(2)
-def test_a_trial_says_on_every_rank_why_there_is_none(rank):
-    said = "the GPUs share no memory: rank 0: peer access is not supported"
-    failure = RuntimeError("peer access is not supported\nC++ stack")
-    for rendezvous, why in ((None, None), (failure, said)):
-        with torch_s(str(rank), rendezvous=rendezvous):
-            assert cuda_backend.why_not_shared(dist.group.WORLD, torch.device("cpu", 0)) == why
 
 
 def test_objects_travel_on_the_gpu_that_the_group_is_bound_to():

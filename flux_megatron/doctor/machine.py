@@ -44,10 +44,16 @@ def _links(count: int) -> Iterator[Finding]:
     else:
         yield Finding("peer access", "ok", f"between all {count} GPUs")
     yield Finding("link", "ok", environment.of(torch.device("cuda", 0)).link)
-    import torch.distributed._symmetric_memory as symmetric_memory
+    from flux_megatron.symm import cuda_memory
 
-    symmetric_memory.empty(1 << 21, dtype=torch.uint8, device=torch.device("cuda", 0))
-    yield Finding("symmetric memory", "ok", "torch allocates it")
+    torch.cuda.synchronize(0)
+    memory = cuda_memory.Memory(cuda_memory.PAGE_BYTES, torch.device("cuda", 0))
+    memory.close()
+    if memory.failure:
+        remedy = "calls run on NCCL, without overlap; ask for the driver's cuMemCreate"
+        yield Finding("symmetric memory", "note", memory.failure, remedy)
+    else:
+        yield Finding("symmetric memory", "ok", "the driver makes it")
 
 
 def _link_of_one() -> Iterator[Finding]:

@@ -1,97 +1,16 @@
-"""Symmetric memory on GPUs of one node, torch's; and their copy engines."""
+"""The copy engines of GPUs."""
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from flux_megatron import errors
-from flux_megatron.symm import objects
-from flux_megatron.symm.buffer import SymmetricBuffer
 from flux_megatron.symm.copy_engine import CopyEngine
 from flux_megatron.symm.enqueue import Streams, always
-
-# torch maps whole 2 MiB pages for each allocation, so smaller sizes save nothing
-_PAGE_BYTES = 1 << 21
-_SAME_NUMBERS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch reads it in every rendezvous
-
-
-def allocate(size_bytes: int, group: ProcessGroup, device: torch.device) -> SymmetricBuffer:
-    """Zeroed memory of `size_bytes` a rank. Collective over `group`; blocks the host.
-
-    `WorkspaceError`, on every rank, if one has too little memory.
-    """
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    size_bytes = -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
-    failure = ""
-    try:
-        mine = symmetric_memory.empty(size_bytes, dtype=torch.uint8, device=device)
-    except RuntimeError as error:
-        failure = _first_line(error)
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    uuids, numbers, failures = zip(
-        *objects.all_gather((uuid, device.index, failure), group), strict=True
-    )
-    if any(failures):
-        raise errors.WorkspaceError(f"symmetric memory of {size_bytes} bytes: {_first(failures)}")
-    with _equal_numbers_pass(len({*uuids}) == len(uuids) > len({*numbers})):
-        handle = symmetric_memory.rendezvous(mine, group.group_name)
-    mine.zero_()
-    torch.cuda.synchronize(device)
-    dist.barrier(group=group)  # no rank signals before all ranks have zeroed their memory
-    world_size = group.size()
-    return SymmetricBuffer(
-        rank=group.rank(),
-        shards=tuple(handle.get_buffer(r, (size_bytes,), torch.uint8) for r in range(world_size)),
-        pointers=torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device),
-        keep_alive=(mine, handle),
-    )
-
-
-@contextmanager
-def _equal_numbers_pass(wanted: bool) -> Iterator[None]:
-    """torch tells devices apart by their numbers, which are equal where each rank sees one GPU. In
-    a rendezvous the variable leaves out this check, and multicast, which nothing here uses.
-    """
-    before = os.environ.get(_SAME_NUMBERS)
-    if wanted:
-        os.environ[_SAME_NUMBERS] = "1"
-    try:
-        yield
-    finally:
-        if wanted and before is None:
-            del os.environ[_SAME_NUMBERS]
-        elif wanted:
-            os.environ[_SAME_NUMBERS] = str(before)
-
-
-def why_not_shared(group: ProcessGroup, device: torch.device) -> str | None:
-    """How an allocation fails on the first rank where it does; None if none fails. Collective."""
-    failure = ""
-    try:
-        allocate(_PAGE_BYTES, group, device)
-    except (RuntimeError, errors.WorkspaceError) as error:
-        failure = _first_line(error)
-    failures = objects.all_gather(failure, group)
-    return f"the GPUs share no memory: {_first(failures)}" if any(failures) else None
-
-
-def _first(failures: Sequence[str]) -> str:
-    return next(f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure)
-
-
-def _first_line(error: Exception) -> str:
-    """torch's errors have the stack of C++ behind it."""
-    return str(error).partition("\n")[0]
 
 
 class CudaCopyEngine(CopyEngine):

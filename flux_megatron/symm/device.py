@@ -10,7 +10,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
-from flux_megatron.symm import cpu_backend, cuda_backend, enqueue
+from flux_megatron.symm import cpu_backend, cuda_backend, cuda_memory, enqueue
 from flux_megatron.symm.buffer import SymmetricBuffer
 from flux_megatron.symm.copy_engine import CopyEngine
 
@@ -18,14 +18,14 @@ from flux_megatron.symm.copy_engine import CopyEngine
 def allocate(size_bytes: int, group: ProcessGroup, device: torch.device) -> SymmetricBuffer:
     """Zeroed symmetric memory over `group`. Collective: every rank calls it with the same size."""
     if device.type == "cuda":
-        return cuda_backend.allocate(size_bytes, group, device)
+        return cuda_memory.allocate(size_bytes, group, device)
     return cpu_backend.allocate(size_bytes, group)
 
 
 def why_not_shared(group: ProcessGroup, device: torch.device) -> str | None:
     """Why the ranks cannot share the device's memory, tried once; None if they can. Collective."""
     if device.type == "cuda" and group.size() > 1:
-        return cuda_backend.why_not_shared(group, device)
+        return cuda_memory.why_not_shared(group, device)
     return None
 
 

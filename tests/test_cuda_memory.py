@@ -1,0 +1,137 @@
+"""Symmetric memory of GPUs, on a stand-in for the driver: who gets whose memory, whatever groups
+made before; a rank that fails or does not come; and nothing is left behind.
+"""
+
+import gc
+import os
+import socket
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_cuda_memory import DEVICE, fake
+from ranks import on_cpu_ranks
+
+from flux_megatron import errors
+from flux_megatron.symm import cuda_memory, descriptors
+
+SIZE = cuda_memory.PAGE_BYTES
+TIMEOUT = {"FLUX_MEGATRON_TIMEOUT_S": "1"}
+
+
+def meet(group: dist.ProcessGroup, size_bytes: int = SIZE) -> None:
+    """Every rank finds zeros, and then what every other has written for it."""
+    buffer = cuda_memory.allocate(size_bytes, group, DEVICE)
+    rank, world_size = group.rank(), group.size()
+    assert buffer.size_bytes == -(-size_bytes // SIZE) * SIZE
+    assert [one.data_ptr() for one in buffer.shards] == buffer.pointers.tolist()
+    assert not buffer.shards[rank].any()
+    dist.barrier(group)
+    for other in range(world_size):
+        buffer.shards[other][rank] = 10 * other + rank
+    dist.barrier(group)
+    assert buffer.shards[rank][:world_size].tolist() == [10 * rank + r for r in range(world_size)]
+    dist.barrier(group)
+
+
+@on_cpu_ranks(4)
+def test_groups_that_made_a_different_number_meet_in_a_larger_one(rank):
+    pairs, everybody = [dist.new_group([0, 1]), dist.new_group([2, 3])], dist.new_group()
+    pair = pairs[rank // 2]
+    with fake(str(rank)):
+        for _ in range(1 + 2 * (rank // 2)):
+            meet(pair)
+        for group in (everybody, pair, everybody):
+            meet(group, SIZE + 1)
+
+
+@on_cpu_ranks(2)
+def test_nothing_is_left_behind(rank):
+    with fake(str(rank)) as driver:
+        meet(dist.group.WORLD)
+        files = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            buffer = cuda_memory.allocate(SIZE, dist.group.WORLD, DEVICE)
+            assert len(driver.mapped) == 2
+            del buffer
+            gc.collect()
+        assert (driver.handles, driver.mapped, driver.reserved) == (set(), {}, {})
+        assert len(os.listdir("/proc/self/fd")) == files
+
+
+REFUSALS = [
+    "cuMemCreate", "cuMemExportToShareableHandle", "cuMemImportFromShareableHandle",
+    "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+@on_cpu_ranks(2)
+def test_every_rank_learns_what_the_driver_refuses_to_one(rank, name):
+    files = len(os.listdir("/proc/self/fd"))
+    said = f"symmetric memory of {SIZE} bytes: rank 1: {name} failed: CUDA_ERROR_REFUSED"
+    with fake(str(rank), *[name] * rank) as driver:
+        with pytest.raises(errors.WorkspaceError, match=f"^{said}$"):
+            cuda_memory.allocate(SIZE, dist.group.WORLD, DEVICE)
+        why = cuda_memory.why_not_shared(dist.group.WORLD, DEVICE)
+        assert why == f"the GPUs share no memory: {said}"
+        gc.collect()
+        assert (driver.handles, driver.mapped, driver.reserved) == (set(), {}, {})
+    with fake(str(rank)):
+        assert cuda_memory.why_not_shared(dist.group.WORLD, DEVICE) is None
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+@on_cpu_ranks(3, environment=TIMEOUT)
+def test_a_rank_whose_memory_does_not_come_is_named_on_every_rank(rank):
+    """And nobody waits for it for ever."""
+    if rank == 1:
+        descriptors._post = lambda *given: None
+    begin = time.monotonic()
+    said = f"^symmetric memory of {SIZE} bytes: rank 0: no memory of rank 1 came within 1 s$"
+    with fake(str(rank)), pytest.raises(errors.WorkspaceError, match=said):
+        cuda_memory.allocate(SIZE, dist.group.WORLD, DEVICE)
+    assert time.monotonic() - begin < 20
+
+
+@on_cpu_ranks(2)
+def test_what_strangers_post_is_not_taken(rank):
+    post = descriptors._post
+
+    def with_strangers(name: str, word: str, descriptor: int, timeout_s: float) -> None:
+        for wrong in ("", "\xff", f"{rank}/guessed"):
+            post(name, wrong, descriptor, timeout_s)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as nobody:
+            nobody.connect(name)  # and says nothing
+        post(name, word, descriptor, timeout_s)
+
+    descriptors._post = with_strangers
+    files = len(os.listdir("/proc/self/fd"))
+    with fake(str(rank)):
+        meet(dist.group.WORLD)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+@pytest.mark.parametrize(("variable", "refused"), [(None, True), ("0", True), ("1", False)])
+@on_cpu_ranks(2)
+def test_ranks_share_a_gpu_only_where_they_are_told_to(rank, variable, refused):
+    os.environ.pop(cuda_memory.SHARED_GPUS, None)
+    if variable is not None:
+        os.environ[cuda_memory.SHARED_GPUS] = variable
+    with fake("the one"):
+        why = cuda_memory.why_not_shared(dist.group.WORLD, DEVICE)
+    assert ("several ranks share a GPU" in str(why)) == refused
+
+
+def test_what_fails_in_the_driver_is_named():
+    with fake("0", "cuMemMap"), pytest.raises(RuntimeError, match=r"^cuMemMap failed: CUDA_ERROR"):
+        cuda_memory.call("cuMemMap", 0, 0, 0, 0, 0)
+
+
+def test_a_tensor_of_an_address_has_its_bytes():
+    given = torch.arange(8, dtype=torch.uint8)
+    tensor = cuda_memory._tensor(given.data_ptr(), 8, torch.device("cpu"))
+    assert torch.equal(tensor, given)
+    assert tensor.data_ptr() == given.data_ptr()
