@@ -85,7 +85,9 @@ def __getattr__(name: str) -> Any:
 
 
 def arm() -> None:
-    """Do what FLUX_MEGATRON_ENABLE asks for: `integration.autoload`. torch calls it."""
+    """Do what FLUX_MEGATRON_ENABLE asks for: `integration.autoload`. torch calls it at the end of
+    its import, which fails in every program where this raises.
+    """
     if _settings.enabled():
         importlib.import_module("flux_megatron.integration.autoload").arm()
 

@@ -28,7 +28,7 @@ import difflib
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,21 @@ TUNE = ("auto", "on", "off")
 BESIDE = ("auto", "0", "1")
 PREFIX = "FLUX_MEGATRON_"
 
-CACHE = Path("~/.cache/flux_megatron").expanduser()
+CACHE = "~/.cache/flux_megatron"
+
+
+def _folder(name: str, text: str) -> Path:
+    """Not at import: every process that imports torch imports this file, also one without a home
+    folder.
+    """
+    try:
+        return Path(text or CACHE).expanduser()
+    except RuntimeError:
+        given = f"{name}={text!r}" if text else f"{name} is not given, by default {CACHE!r}"
+        home = Path(text or CACHE).parts[0]
+        raise ValueError(
+            f"{given}, expected a folder: no home folder is known here for {home}"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -51,7 +65,7 @@ class Settings:
     tune: str = "auto"
     tune_seconds: float = 10.0
     beside: str = "auto"
-    cache: Path = CACHE
+    cache: Path = field(default_factory=lambda: _folder("FLUX_MEGATRON_CACHE", ""))
     nvtx: bool = False
     native: bool = True
     allow: tuple[str, ...] = ()
@@ -87,7 +101,7 @@ def _one_of(values: tuple[str, ...]) -> Callable[[str, str], str]:
 _READ: dict[str, Callable[[str, str], Any]] = {
     "strategy": _one_of(STRATEGIES), "tune": _one_of(TUNE), "beside": _one_of(BESIDE),
     "timeout_s": _seconds, "tune_seconds": _seconds, "allow": lambda _, text: tuple(text.split()),
-    "cache": lambda _, text: Path(text).expanduser() if text else CACHE,
+    "cache": _folder,
 }  # fmt: skip
 
 
@@ -103,10 +117,10 @@ def read(environment: Mapping[str, str]) -> Settings:
 
 
 def enabled() -> bool:
-    """FLUX_MEGATRON_ENABLE alone: it is read in every process that imports torch, and those are not
-    to fail for another variable.
+    """Whether FLUX_MEGATRON_ENABLE asks for something. Every process that imports torch asks this,
+    so nothing raises here: a wrong value is one for `read`, where our layers are enabled.
     """
-    return _switch("FLUX_MEGATRON_ENABLE", os.environ.get("FLUX_MEGATRON_ENABLE", "0"))
+    return os.environ.get("FLUX_MEGATRON_ENABLE", "0") != "0"
 
 
 def unknown(environment: Mapping[str, str]) -> dict[str, str]:

@@ -49,6 +49,7 @@ def test_every_variable_is_read():
         ("STRICT=yes STRICT= POISON=2 NVTX=on NATIVE=all", "0 or 1"),
         ("TIMEOUT_S=0 TIMEOUT_S=-1 TIMEOUT_S=soon TIMEOUT_S=inf TIMEOUT_S=nan", "seconds above 0"),
         ("TUNE_SECONDS=0 TUNE_SECONDS=long", "seconds above 0"),
+        ("CACHE=~nobody9/x", "a folder: no home folder is known here for ~nobody9"),
     ],
 )
 def test_errors_name_the_variable_and_its_value(given, expected):

@@ -88,8 +88,37 @@ def test_a_worker_gets_our_layers_by_the_variable_alone(installed, case):
         assert lines[1:] == [f"megatron.core.parallel_state {ours}", "0"]
 
 
-def test_a_wrong_value_is_named(installed):
-    done = run("import torch", installed, FLUX_MEGATRON_ENABLE="yes", FLUX_MEGATRON_TUNE="x")
+@pytest.mark.parametrize("variable", ["ENABLE=yes", "TUNE=x", "CACHE=~nobody9/x"])
+def test_a_wrong_value_fails_where_our_layers_are_enabled_and_not_at_the_import_of_torch(
+    installed, variable
+):
+    name, _, value = variable.partition("=")
+    named = {"FLUX_MEGATRON_ENABLE": "1", f"FLUX_MEGATRON_{name}": value}
+    done = run("import torch; print('imported')", installed, **named)
+    assert (done.stdout, done.returncode) == ("imported\n", 0), done.stderr
+    done = run(WORKER.format(late=""), installed, **named)
     assert done.returncode
-    assert "FLUX_MEGATRON_ENABLE='yes', expected 0 or 1" in done.stderr
-    assert not run("import torch", installed, FLUX_MEGATRON_TUNE="x").returncode
+    assert f"ValueError: FLUX_MEGATRON_{name}={value!r}, expected " in done.stderr
+
+
+# as where a container runs under a number that its image does not know
+HOMELESS = """
+import os
+os.environ.pop("HOME", None)
+os.getuid = lambda: 2**31 - 12345
+import torch
+import flux_megatron
+from flux_megatron import settings
+print("imported")
+print(settings.get().cache)
+"""
+
+
+@pytest.mark.parametrize("cache", ["", "~/plans", "/somewhere"])
+def test_torch_can_be_imported_where_nobody_has_a_home_folder(installed, cache):
+    done = run(HOMELESS, installed, FLUX_MEGATRON_ENABLE="1", FLUX_MEGATRON_CACHE=cache)
+    assert done.stdout.splitlines() == ["imported", *([cache] if cache == "/somewhere" else [])]
+    if cache != "/somewhere":
+        given = f"={cache!r}, " if cache else " is not given, by default '~/.cache/flux_megatron', "
+        error = f"ValueError: FLUX_MEGATRON_CACHE{given}expected a folder: no home folder is known"
+        assert f"{error} here for ~\n" in done.stderr
