@@ -1,6 +1,7 @@
 """Configurations as files: strict YAML, values by dotted keys, and how two of them differ.
 
-YAML without two surprises of PyYAML's: 1e-4 is a number, and a key given twice is an error.
+YAML without three surprises of PyYAML's: 1e-4 is a number, 12:00:00 is a text and
+not 43200, and a key given twice is an error.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _Loader.add_implicit_resolver(
     re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
     [*"-+0123456789"],
 )
+for _resolvers in (_Loader.yaml_implicit_resolvers[first] for first in "-+0123456789"):
+    _resolvers.insert(0, ("tag:yaml.org,2002:str", re.compile(r"[-+]?[0-9_]+(:[0-9]+)+(\.|$)")))
 
 
 def read(file: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from flux_megatron.launch.workload import Arm
 
 INTERRUPTED = 130
 ROUNDS = 2  # of several arms: A B A B, so that what drifts during a job does not fall on one arm
+MOST_ROUNDS = 100  # each is a whole run of every arm, in one job
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Prepared:
         """All of it in print."""
         whole, run = self.experiment, self.options.run
         parts = [f"# {whole.name}: program {whole.program}, {whole.megatron_lm}"]
+        if whole.program != "train" and self.options.checkout is None:
+            parts.append(f"# {scripts.NO_CHECKOUT} stands for what --megatron-lm names: none given")
         for one, arms in self.files.items():
             for arm, files in arms.items():
                 if (name := str(Path(one, arm))) in self.started:
@@ -144,6 +147,9 @@ def prepare(
         run_folder.refuse_other(first, kept)
     else:
         kept = loaded.only(arms)
+        if rounds is not None and rounds > MOST_ROUNDS:
+            why = "each trains every arm anew, in one job"
+            raise LaunchError(f"--alternate {rounds} given, at most {MOST_ROUNDS} expected: {why}")
         rounds = (ROUNDS if len(kept.arms) > 1 else 0) if rounds is None else rounds
     if save_interval is None:  # none of Megatron's, which may be terabytes
         steps = next(iter(loaded.arms.values())).training.steps

@@ -8,19 +8,28 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import jinja2
 
-from flux_megatron.launch import CPU, ONE_QUEUE, megatron_arguments, parser_signature
+from flux_megatron.launch import (
+    CPU,
+    ONE_QUEUE,
+    megatron_arguments,
+    parser_signature,
+    slurm_options,
+)
 from flux_megatron.launch.errors import LaunchError
 from flux_megatron.launch.experiment import Experiment
-from flux_megatron.launch.site import Options, Site, option_words
+from flux_megatron.launch.site import Site
+from flux_megatron.launch.slurm_options import Options
 from flux_megatron.launch.workload import Arm, Cluster, Workload
 
 PREFLIGHT_S = 300  # after which a node that is silent is unfit
 STOP_BEFORE_S = 300  # before the time limit, for ranks to finish their step and save
 TIME = "04:00:00"  # where the site names no limit
+NO_CHECKOUT = Path("path/to/Megatron-LM")  # in print alone: nothing is written without one
 GRACE_S = 60  # for ranks that hang to write where they are
 
 # below an arm's folder: changes with every checkpoint
@@ -65,7 +74,7 @@ def files(experiment: Experiment, arm: Arm, options: RunOptions, folder: Path) -
         arguments = ["--config", str(folder / "train.yaml"), "--out", str(folder / "train")]
         on_resume = ["--resume"]
     else:
-        save, directory = folder / "checkpoints", options.checkout or Path("Megatron-LM")
+        save, directory = folder / "checkpoints", options.checkout or NO_CHECKOUT
         arguments = megatron_arguments.render(
             workload, data=options.data, cache=folder / "data", save=save, save_interval=every
         )
@@ -129,18 +138,17 @@ def job(experiment: Experiment, options: RunOptions, names: Sequence[str], resum
         "time": TIME,
         "open-mode": "append",  # a job that queues up again keeps what it has said
         "output": f"{str(options.run).replace('%', '%%')}/slurm-%j.out",
-        "requeue": None,
+        "requeue": True,
     }
     if cluster.gpu != "cpu":  # 0: all of a node's
-        ours |= {"gpus-per-node": cluster.gpus_per_node, "exclusive": None, "mem": 0}
+        ours |= {"gpus-per-node": cluster.gpus_per_node, "exclusive": True, "mem": 0}
     if options.save_interval or len(names) > 1:  # an arm that is done is progress too
         ours["signal"] = f"B:USR1@{STOP_BEFORE_S}"
-    if "gres" in site.sbatch:
+    if site.sbatch.get("gres"):
         ours.pop("gpus-per-node", None)
     return render(
         "job.sbatch.j2",
-        name=experiment.name,
-        options=map(_directive, option_words(ours | site.sbatch)),
+        options=map(_directive, slurm_options.words(ours | site.sbatch)),
         run=options.run,
         arms=names,
         mode="resume" if resume else "start",
@@ -156,7 +164,9 @@ def job(experiment: Experiment, options: RunOptions, names: Sequence[str], resum
 
 
 def _directive(option: str) -> str:
-    """An option as #SBATCH wants it: a text with other characters in quotes."""
+    """An option as #SBATCH wants it: on its line, a text with other characters in quotes."""
+    if not option.isprintable():
+        raise LaunchError(f"{option!r} given to sbatch, a text of one line expected")
     name, equals, text = option.partition("=")
     if not re.fullmatch(r"[\w%+,./:@=\[\]-]*", text):
         text = '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -169,20 +179,27 @@ def check_options(site: Site, cluster: Cluster) -> None:
     if cluster.gpu != "cpu":
         expected["gpus-per-node"] = cluster.gpus_per_node
     for name, value in expected.items():
-        given = str(site.sbatch.get(name, value))
-        if given.rpartition(":")[2] != str(value):  # a type of GPU may stand before the number
+        given = site.sbatch.get(name, value)
+        if given is None and name == "gpus-per-node":  # of a Slurm that knows no GPUs
+            continue
+        said = "null" if given is None else str(given)
+        if said.rpartition(":")[2] != str(value):  # a type of GPU may stand before the number
             raise LaunchError(
-                f"--sbatch {name}={given} given, {name}={value} expected: the experiment has "
+                f"--sbatch {name}={said} given, {name}={value} expected: the experiment has "
                 f"{cluster.nodes} x {cluster.gpus_per_node} ranks; --set cluster.nodes=N changes it"
             )
-    if "array" in site.sbatch:
+    if site.sbatch.get("array"):
         raise LaunchError("--sbatch array given: one job trains all arms, --arm chooses among them")
-    if short := [name for name in site.sbatch if len(name) < 2]:
-        raise LaunchError(f"--sbatch {short[0]} given, the long name of an option expected")
 
 
 def render(template: str, **values: object) -> str:
-    """A template of this package with `values`; its filters `sh` and `lines` quote for bash."""
+    """A template of this package with `values`."""
+    return _engine().get_template(template).render(**values)
+
+
+@lru_cache(maxsize=1)
+def _engine() -> jinja2.Environment:
+    """Its filters `sh` and `lines` quote for bash."""
     engine = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=jinja2.StrictUndefined,
@@ -191,7 +208,7 @@ def render(template: str, **values: object) -> str:
         keep_trailing_newline=True,
     )
     engine.filters |= {"sh": _quoted, "lines": _lines}
-    return engine.get_template(template).render(**values)
+    return engine
 
 
 def _quoted(arguments: str | Path | Sequence[str]) -> str:

@@ -7,40 +7,31 @@ the checkout and the data at their own paths.
 from __future__ import annotations
 
 import hashlib
-import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from flux_megatron import config_files
-from flux_megatron.launch import schema
+from flux_megatron.launch import schema, slurm_options
 from flux_megatron.launch.errors import LaunchError
-from flux_megatron.launch.workload import Arm
-
-Options = dict[str, str | int | None]
-
-
-def _like(pattern: str, expected: str) -> AfterValidator:
-    def check(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise ValueError(f"{text!r} given, {expected} expected")
-        return text
-
-    return AfterValidator(check)
-
+from flux_megatron.launch.slurm_options import OfSbatch, Options, like, nulls
+from flux_megatron.launch.workload import Arm, Variable
 
 MOUNT = "/HOST[:/CONTAINER[:FLAG+FLAG]], such as /a:/b:ro,"
-Mount = Annotated[str, _like(r"/[^:,\s]*(:/[^:,\s]*(:[a-z+-]+)?)?", MOUNT)]
+Mount = Annotated[str, like(r"/[^:,\s]*(:/[^:,\s]*(:[a-z+-]+)?)?", MOUNT)]
 # A squashfs file is looked for on the nodes, from whatever folder they start in.
 Image = Annotated[
     str,
-    _like(r"\S+", "an image such as nvcr.io#nvidia/pytorch:26.03-py3"),
-    _like(r"/.*|.*(?<!\.sqsh)(?<!\.squashfs)", "an absolute path"),
+    like(r"\S+", "an image such as nvcr.io#nvidia/pytorch:26.03-py3"),
+    like(r"/.*|.*(?<!\.sqsh)(?<!\.squashfs)", "an absolute path"),
 ]
+# env would take it for a variable
+Python = Annotated[str, like(r"[^=]+", "a program without = in its name")]
+Variables = dict[Variable, str]
 
 
 class Container(BaseModel):
@@ -68,55 +59,62 @@ class Container(BaseModel):
 
 
 class Site(BaseModel):
-    """`sbatch`, `srun`: options by their long names, null for one without a value.
+    """`sbatch`, `srun`: their options, as `slurm_options` has them.
 
-    `setup`: lines of bash that every node runs first; `environment`: variables, set after ours.
+    `setup`: lines of bash that every node runs first, each with its own exit code; `environment`:
+    variables of the Python, which win over ours.
     `silent_s`: a job whose ranks have written nothing for so long hangs. `retries`: how often a job
     queues up again in a row without a new checkpoint. `preflight`: nodes are examined first.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    python: str = sys.executable
+    python: Annotated[Python, Field(validate_default=True)] = sys.executable
     container: Container | None = None
     setup: tuple[str, ...] = ()
-    environment: dict[str, str] = {}
-    sbatch: Options = {}
-    srun: Options = {}
-    silent_s: Annotated[int, Field(ge=1)] = 1800
-    retries: Annotated[int, Field(ge=0)] = 2
-    preflight: bool = True
+    environment: Variables = {}
+    sbatch: Annotated[OfSbatch, nulls(slurm_options.OURS)] = {}
+    srun: Annotated[Options, nulls(())] = {}
+    silent_s: Annotated[int, Field(ge=1, strict=True)] = 1800
+    retries: Annotated[int, Field(ge=0, strict=True)] = 2
+    preflight: Annotated[bool, Field(strict=True)] = True
 
     def reach(self, arm: Arm, folders: Iterable[Path]) -> str:
         """What srun is given to run something where the ranks of an arm run, as words of bash."""
-        words = shlex.join(option_words(self.srun))
+        words = shlex.join(slurm_options.words(self.srun))
         return f"{words} {self.container.words(arm, folders) if self.container else ''}".strip()
-
-
-def option_words(options: Options) -> list[str]:
-    """Of srun or sbatch; null for one without a value."""
-    return [f"--{key}" if text is None else f"--{key}={text}" for key, text in options.items()]
 
 
 def load(file: Path | None, sbatch: Iterable[str] = (), environment: Iterable[str] = ()) -> Site:
     """The site of a YAML file, with `KEY=VALUE` (or KEY) options upon it."""
     try:
         raw: dict[str, Any] = config_files.read(file) if file else {}
-        if raw.get("container"):
-            raw = {"python": "python3"} | raw  # ours is outside
-        site = Site.model_validate(raw)
-    except ValueError as error:  # pydantic's is one
-        text = schema.said(error) if isinstance(error, ValidationError) else str(error)
-        raise LaunchError(f"{file}: {text}") from None
-    options = site.sbatch | dict(_pair("--sbatch", text) for text in sbatch)
-    variables = site.environment | dict(_pair("--env", text) for text in environment)
-    if None in variables.values():
-        raise LaunchError(f"--env {[*environment]} given, KEY=VALUE expected")
-    return site.model_copy(update={"sbatch": options, "environment": variables})
+    except ValueError as error:
+        raise LaunchError(f"{file}: {error}") from None
+    if raw.get("container"):
+        raw = {"python": "python3"} | raw  # ours is outside
+    site = _checked(Site, raw, f"{file}:" if file else "without --site:")
+    options = dict(_pair("--sbatch", text) for text in sbatch)
+    variables = dict(_pair("--env", text) for text in environment)
+    return site.model_copy(
+        update={
+            "sbatch": site.sbatch | _checked(OfSbatch, options, "--sbatch"),
+            "environment": site.environment | _checked(Variables, variables, "--env"),
+        }
+    )
 
 
-def _pair(option: str, text: str) -> tuple[str, str | None]:
+def _checked(kind: Any, given: Mapping[str, Any], source: str) -> Any:
+    """What pydantic makes of it; `LaunchError` with all that is wrong."""
+    try:
+        return TypeAdapter(kind).validate_python(given)
+    except ValidationError as error:
+        raise LaunchError(f"{source} {schema.said(error)}") from None
+
+
+def _pair(option: str, text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
-    if key := key.strip().removeprefix("--"):
-        return key, value if equals else None
-    raise LaunchError(f"{option} {text!r} given, KEY=VALUE expected")
+    key = key.strip().removeprefix("--")
+    if not key or not (equals or option == "--sbatch"):
+        raise LaunchError(f"{option} {text!r} given, KEY=VALUE expected")
+    return key, value if equals else "true"

@@ -17,6 +17,7 @@ Count = Annotated[int, Field(gt=0, le=2**31 - 1)]
 CountFromZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Positive = Annotated[float, Field(gt=0)]
 FromZero = Annotated[float, Field(ge=0)]
+Variable = Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]  # its name
 Arm = Literal["megatron", "te", "flux"]
 FP8 = "float8_e4m3fn"
 ELEMENT_BYTES = {FP8: 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -105,7 +106,7 @@ class Cluster:
     link: Link
     nics: Nics | None = None  # None: a single node
     health: Health = Health()
-    environment: Mapping[str, str] = field(default_factory=dict, hash=False)
+    environment: Mapping[Variable, str] = field(default_factory=dict, hash=False)
 
     @property
     def gpus(self) -> int:

@@ -33,6 +33,13 @@ def arms(name: str, *options: object, rounds: int = 0) -> dict[str, str]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
+def variables(script: str) -> dict[str, str]:
+    """Those of the ranks that a command.sh starts."""
+    words = shlex.split(script.split("\npython=(\n")[1].split("\n)\n")[0])
+    assert words[0] == "env"
+    return dict(word.split("=", 1) for word in words[1:-1])
+
+
 def given(script: str) -> dict[str, list[str]]:
     """The options of the program that a command.sh starts, each with its values."""
     words = shlex.split(script.split("\nprogram=(\n")[1].split("\n)\n")[0])

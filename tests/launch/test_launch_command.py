@@ -16,10 +16,10 @@ import pytest
 
 pytest.importorskip("jinja2", reason="needs the extra `launch`")
 
-from launched import GPT, arms, checkout, directives, given, launch
+from launched import GPT, arms, checkout, directives, given, launch, variables
 from without_torch import without_torch
 
-from flux_megatron.launch import experiment, run_folder
+from flux_megatron.launch import experiment, run_folder, slurm_options
 
 ROOT = Path(__file__).parents[2]
 
@@ -137,6 +137,25 @@ SITES = {
     "container: {image: a, mounts: ['/a,/b']}": "/HOST[:/CONTAINER[:FLAG+FLAG]], such as",
     "container: {image: a, images: {fluks: b}}": "container.images.fluks",
     "container: {images: {flux: b}}": "none in container.images for ['megatron']",
+    "sbatch: {exclusive: 0}": "sbatch: exclusive: 0 given, true, user, mcs or topo expected",
+    "sbatch: {mem: true}": "sbatch: mem: true given, 0 for all of a node's, or a number",
+    "sbatch: {mem: much}": "sbatch: mem: 'much' given",
+    "sbatch: {signal: USR2@1}": "signal: 'USR2@1' given, B:USR1@SECONDS with 30 or more expected",
+    "sbatch: {signal: 'B:USR1@1'}": "signal: 'B:USR1@1' given",
+    "sbatch: {time: yesterday}": "sbatch: time: 'yesterday' given, MINUTES, HOURS:MINUTES:SECONDS",
+    "sbatch: {time: true, mem: x}": "time: true given, MINUTES, HOURS:MINUTES:SECONDS, DAYS-HOURS",
+    "sbatch: {a b: 1}": "sbatch.a b: 'a b' given, the long name of an option",
+    "sbatch: {p: gpu}": "sbatch.p: 'p' given, the long name of an option",
+    'sbatch: {comment: "a\\nrm b"}': "sbatch.comment: 'a\\nrm b' given, a text of one line",
+    "sbatch: {nice: 1.5}": "sbatch.nice: 1.5 given, a text of one line, a whole number, true",
+    "sbatch: {hold: null}": "hold: null given, true, for an option without a value, expected; null",
+    "srun: {quiet: null}": "srun: quiet: null given, true, for an option without a value, expected",
+    "srun: {a b: 1}": "srun.a b: 'a b' given, the long name of an option",
+    "environment: {1X: a}": "environment.1X: String should match pattern '^[A-Za-z_][A-Za-z0-9",
+    "environment: {X: 1}": "environment.X: Input should be a valid string, 1 given",
+    "silent_s: true": "silent_s: Input should be a valid integer, True given",
+    "preflight: 1": "preflight: Input should be a valid boolean, 1 given",
+    "python: /a=b/python": "python: '/a=b/python' given, a program without = in its name expected",
 }
 
 
@@ -144,7 +163,42 @@ SITES = {
 def test_wrong_site_is_refused(text, tmp_path):
     file = tmp_path / "site.yaml"
     file.write_text(text)
-    assert SITES[text] in launch("cpu/tiny", "--dry-run", "--site", file, code=2)
+    refused = launch("cpu/tiny", "--dry-run", "--site", file, code=2)
+    assert SITES[text] in refused
+    assert refused.startswith(f"{file}: ") is not text.startswith("container: {images")
+
+
+# what a launch is given beside a site
+WRONG = {
+    "--sbatch time=yesterday": "--sbatch time: 'yesterday' given, MINUTES, HOURS:MINUTES:SECONDS",
+    "--sbatch signal=USR2@1": "--sbatch signal: 'USR2@1' given, B:USR1@SECONDS with 30 or more",
+    "--sbatch a;b=1": "--sbatch a;b: 'a;b' given, the long name of an option",
+    "--sbatch comment=": "--sbatch comment: '' given, a text of one line",
+    "--sbatch =a": "--sbatch '=a' given, KEY=VALUE expected",
+    "--sbatch nodes=null": "--sbatch nodes=null given, nodes=2 expected",
+    "--sbatch array=1-3": "--sbatch array given: one job trains all arms",
+    "--env X;touch=3": "--env X;touch: String should match pattern '^[A-Za-z_][A-Za-z0-9_]*$'",
+    "--env 1X=3": "--env 1X: String should match pattern '^[A-Za-z_][A-Za-z0-9_]*$', '1X' given",
+    "--env X": "--env 'X' given, KEY=VALUE expected",
+    "--set cluster.environment={'a;b':c}": "cluster.environment.a;b: String should match pattern",
+    "--run-dir a\nb": "a\\nb/slurm-%j.out' given to sbatch, a text of one line expected",
+    "--alternate 1000000": "--alternate 1000000 given, at most 100 expected: each trains every arm",
+}
+
+
+@pytest.mark.parametrize("options", WRONG)
+def test_wrong_options_are_refused(options, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused = launch("cpu/tiny", "--dry-run", *options.split(" ", 1), code=2)
+    assert WRONG[options] in refused
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_printed_launch_says_that_the_checkout_is_not_given(tmp_path):
+    said = "# path/to/Megatron-LM stands for what --megatron-lm names: none given\n"
+    assert said in launch(GPT, "--dry-run")
+    assert said not in launch(GPT, "--dry-run", "--megatron-lm", checkout(tmp_path))
+    assert said not in launch("cpu/tiny", "--dry-run")
 
 
 def test_another_release_than_the_experiment_names_is_reported(tmp_path):
@@ -182,29 +236,56 @@ def test_site_options_stand_instead_of_ours(tmp_path):
         "python: /env/bin/python\n"
         "setup: [module load cuda]\n"
         "environment: {NCCL_SOCKET_IFNAME: ib0, OMP_NUM_THREADS: '7'}\n"
-        "sbatch: {partition: a100, exclusive: null, nodes: 16, gres: 'gpu:8', time: 7-0}\n"
+        "sbatch: {partition: a100, exclusive: user, nodes: 16, gres: 'gpu:8', time: 12:00:00,\n"
+        "         account: you, qos: low, signal: 'b:usr1@600'}\n"
     )
-    options = ("account=me", "partition=b", "comment=hello there", "reservation")
+    options = ("account=me", "partition=b", "comment=hello there", "reservation", "qos=null")
     given = ["--site", tmp_path / "site.yaml", "--env", "A=b c", "--env", "NCCL_DEBUG=TRACE"]
     given += ["--set", "cluster.environment.NCCL_DEBUG=INFO", "--arm", "te"]
     given += [text for option in options for text in ("--sbatch", option)]
     output = launch(GPT, "--dry-run", *given)
     found = directives(output)
-    expected = {"partition": "b", "account": "me", "nodes": "16", "gres": "gpu:8", "time": "7-0",
-                "comment": '"hello there"', "reservation": None}  # fmt: skip
+    expected = {"partition": "b", "account": "me", "nodes": "16", "gres": "gpu:8",
+                "time": "12:00:00", "comment": '"hello there"', "reservation": None,
+                "exclusive": "user", "signal": "b:usr1@600"}  # fmt: skip
     assert {name: found[name] for name in expected} == expected
-    assert "gpus-per-node" not in found
-    for line in ("module load cuda", "python=/env/bin/python", "export NCCL_SOCKET_IFNAME=ib0",
-                 "export OMP_NUM_THREADS=7", "export NCCL_DEBUG=TRACE", "export A='b c'",
-                 "export PYTHONUNBUFFERED=1"):  # fmt: skip
+    assert not found.keys() & {"gpus-per-node", "qos"}
+    for line in ("module load cuda", "    /env/bin/python"):
         assert f"\n{line}\n" in output
+    expected = {"NCCL_SOCKET_IFNAME": "ib0", "OMP_NUM_THREADS": "7", "NCCL_DEBUG": "TRACE",
+                "A": "b c", "PYTHONUNBUFFERED": "1"}  # fmt: skip
+    found = variables(output)
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("value", ["null", "false"])
+def test_a_site_takes_away_what_a_launch_asks_for(value, tmp_path):
+    """All but what its ranks are started by."""
+    every = directives(launch(GPT, "--dry-run")).keys()
+    assert every == {*slurm_options.OURS}
+    away = [name for name in every if name not in ("nodes", "ntasks-per-node")]
+    (tmp_path / "site.yaml").write_text(f"sbatch: {{{', '.join(f'{n}: {value}' for n in away)}}}")
+    left = directives(launch(GPT, "--dry-run", "--site", tmp_path / "site.yaml"))
+    assert left == {"nodes": "16", "ntasks-per-node": "1"}
+    given = [text for name in away for text in ("--sbatch", f"{name}={value}")]
+    assert directives(launch(GPT, "--dry-run", *given)) == left
+
+
+TIMES = ["30", "30:00", "04:00:00", "4:00:00", "2-4", "2-04:30", "2-04:30:10", "UNLIMITED", "0"]
+
+
+@pytest.mark.parametrize("time", TIMES)
+def test_a_time_limit_is_what_the_site_has_written(time, tmp_path):
+    """YAML reads 4:00:00 as 14400, which Slurm takes for ten days of minutes."""
+    (tmp_path / "site.yaml").write_text(f"sbatch: {{time: {time}}}")
+    assert directives(launch(GPT, "--dry-run", "--site", tmp_path / "site.yaml"))["time"] == time
 
 
 def test_a_container_sees_what_the_ranks_need_and_arms_may_have_their_own(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.idx").touch()
     (tmp_path / "site.yaml").write_text(
-        "srun: {network: x, quiet: null}\n"
+        "srun: {network: x, quiet: true}\n"
         "container: {image: 'a#b:c', images: {te: /te.sqsh},\n"
         f"            mounts: ['/x:/y:ro+rprivate', '{tmp_path}/texts:/d']}}"
     )
@@ -220,7 +301,7 @@ def test_a_container_sees_what_the_ranks_need_and_arms_may_have_their_own(tmp_pa
         options = f"--network=x --quiet {image} --container-mounts={mounts}"
         assert reach[arm].startswith(f"{options} --container-name=flux_megatron-")
         assert reach[arm].endswith('-"$SLURM_JOB_ID") ;;')
-    assert "\npython=python3\n" in output
+    assert "\n    python3\n)\n" in output
     assert reach["flux"].split("name=")[1] == reach["megatron"].split("name=")[1]
     assert reach["flux"].split("name=")[1] != reach["te"].split("name=")[1]
 

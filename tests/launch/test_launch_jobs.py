@@ -209,7 +209,7 @@ def node(slurm, monkeypatch):
     slurm.run = slurm.work / "on GPUs"
     slurm.launch("--arm", "flux", "--set", "cluster.gpu=H200-SXM5", "--set",
                  "cluster.link.kind=nvlink")  # fmt: skip
-    for name in ("bash", "mkdir", "sleep", "timeout"):
+    for name in ("bash", "env", "mkdir", "sleep", "timeout"):
         (slurm.work / "bin" / name).symlink_to(str(shutil.which(name)))
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -162,7 +162,7 @@ def test_every_arm_runs_in_its_image(slurm, tmp_path):
     (tmp_path / "stock.sqsh").touch()
     images = {"megatron": f"{tmp_path}/stock.sqsh", "flux": "nvcr.io#nvidia/pytorch:26.03-py3"}
     container = {"mounts": ["/data:/d:ro"], "images": images}
-    job = Job(slurm, tmp_path, container=container, srun={"quiet": None})
+    job = Job(slurm, tmp_path, container=container, srun={"quiet": True})
     job.programs |= {"srun": pretended.SRUN}
     job.submit("--alternate", "0", *ON_GPUS)
     job.ends("COMPLETED 0")
