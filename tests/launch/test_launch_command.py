@@ -250,7 +250,7 @@ def test_site_options_stand_instead_of_ours(tmp_path):
                 "exclusive": "user", "signal": "b:usr1@600"}  # fmt: skip
     assert {name: found[name] for name in expected} == expected
     assert not found.keys() & {"gpus-per-node", "qos"}
-    for line in ("module load cuda", "    /env/bin/python"):
+    for line in ("    'module load cuda'", "    /env/bin/python"):
         assert f"\n{line}\n" in output
     expected = {"NCCL_SOCKET_IFNAME": "ib0", "OMP_NUM_THREADS": "7", "NCCL_DEBUG": "TRACE",
                 "A": "b c", "PYTHONUNBUFFERED": "1"}  # fmt: skip

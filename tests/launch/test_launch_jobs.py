@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytest.importorskip("jinja2", reason="needs the extra `launch`")
 
@@ -249,3 +250,89 @@ def test_ranks_are_bound_to_the_cpus_near_their_gpus(slurm, node, there):
     assert done.returncode == 0, done.stderr
     assert ("--numa-binding=node" in slurm.ranks(1)) is there
     assert ("no numactl here" in done.stderr) is not there
+
+
+# What scripts of conda and modules do, and may: all of it ends a shell with `set -euo pipefail`.
+FOREIGN = """
+[ $# -eq 0 ] || echo "given: $*"
+echo "not set: $NOT_SET"
+false
+false | true
+declare -A of_site=([key]=value)
+grep -q no /dev/null
+export SET_BY_SITE="${of_site[key]}"
+"""
+
+
+def site_of(slurm: Slurm, *setup: str, **more: object) -> None:
+    slurm.site.write_text(yaml.safe_dump({"python": "python", "setup": [*setup], **more}))
+    slurm.run = slurm.work / "another run"
+    slurm.launch("--arm", "flux")
+
+
+def start(slurm: Slurm, mode: str = "start", **more: str) -> subprocess.CompletedProcess[str]:
+    script = ["bash", str(slurm.run / "flux" / "command.sh"), mode, "10.0.0.1:9"]
+    environment = slurm.environment(**OF_SLURM, **more)
+    return subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("mode", ["doctor", "start"])
+def test_lines_of_a_site_run_as_in_a_new_shell(slurm, mode):
+    (slurm.work / "foreign.sh").write_text(FOREIGN)
+    slurm.put("python", 'echo "$SET_BY_SITE, ${multi-}, $*"')
+    lines = (f". '{slurm.work}/foreign.sh'", "if true; then\n    export multi=lines\nfi\n")
+    site_of(slurm, *lines)
+    done = start(slurm, mode)
+    assert done.returncode == 0, done.stderr
+    first, last = done.stdout.splitlines()
+    assert first == "not set: "
+    assert last.startswith("value, lines, -m ")
+    assert ("10.0.0.1:9" in last) is (mode == "start")
+
+
+def test_a_line_of_a_site_that_fails_is_named_and_ends_the_job(slurm):
+    site_of(slurm, "true", "module load 'of none'", 'touch "$WORK/later"')
+    done = start(slurm)
+    assert done.returncode == 1
+    error = "setup: 'module load 'of none'' of the site ended with code 127"
+    assert error in done.stderr
+    assert not (slurm.work / "later").exists()
+    assert not slurm.ranks(1)
+
+
+def test_variables_of_a_site_reach_ranks_and_no_shell(slurm):
+    """Bash cannot set UID; the others are names of the script too."""
+    names = {"UID": "7", "node": "3", "folder": "x y", "mode": "$(exit 3) \\ 'é'\n;"}
+    show = "; ".join(f"printenv {name}" for name in names)
+    slurm.put("python", f'{{ {show}; }} >"$WORK/seen-$SLURM_NODEID"; PATH=/usr/bin:/bin')
+    site_of(slurm, environment=names)
+    done = start(slurm)
+    assert done.returncode == 0, done.stderr
+    assert (slurm.work / "seen-1").read_text() == "".join(f"{text}\n" for text in names.values())
+    assert (slurm.run / "flux" / "logs" / "node-1").is_dir()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_ranks_get_the_order_to_stop_without_pkill(slurm, node, there):
+    """Many containers have none. The checkpoint before the time limit depends on it; an order that
+    nobody gets is said.
+    """
+    shown = slurm.work / "shown"
+    if not there:
+        slurm.put("python", 'echo ready >"$WORK/ready-$SLURM_NODEID"; exec sleep 3')
+    script = ["bash", str(slurm.run / "flux" / "command.sh"), "start", "10.0.0.1:9"]
+    environment = {"PATH": str(slurm.work / "bin"), "WORK": str(slurm.work), "RANK": "waits"}
+    with shown.open("wb") as output:
+        ranks = subprocess.Popen(script, env=environment | OF_SLURM, stderr=output)
+    try:
+        deadline = time.monotonic() + 30
+        while not (slurm.work / "ready-1").exists():
+            assert time.monotonic() < deadline, "the ranks did not start"
+            time.sleep(0.02)
+        time.sleep(0.2)  # for the rank's trap
+        ranks.send_signal(signal.SIGUSR1)
+        assert ranks.wait(timeout=30) == 0
+    finally:
+        ranks.kill()
+    assert (slurm.work / "latest").exists() is there
+    assert ("no rank to send TERM to: " in shown.read_text()) is not there
