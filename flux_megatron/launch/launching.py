@@ -27,7 +27,8 @@ class Prepared:
     """A launch of which nothing is written yet.
 
     `files` are the texts of all arms, by round and arm; `started` the names of those that this
-    launch starts, such as round-1/flux, or flux where there are no rounds.
+    launch starts, such as round-1/flux, or flux where there are no rounds; `job` is the text of
+    job.sbatch.
     """
 
     experiment: Experiment
@@ -35,11 +36,7 @@ class Prepared:
     resume: bool
     files: dict[str, dict[Arm, dict[str, str]]]
     started: list[str]
-
-    @property
-    def job(self) -> str:
-        """The text of job.sbatch."""
-        return scripts.job(self.experiment, self.options, self.started, self.resume)
+    job: str
 
     def shown(self) -> str:
         """All of it in print."""
@@ -167,7 +164,8 @@ def prepare(
         for one in [f"round-{number}" for number in range(1, rounds + 1)] or [""]
     }
     started = [str(Path(one, arm)) for one in files for arm in kept.only(arms).arms]
-    return Prepared(kept, options, resume, files, started)
+    job = scripts.job(kept, options, started, resume)
+    return Prepared(kept, options, resume, files, started, job)
 
 
 def _check_options(kept: Experiment, options: RunOptions) -> None:

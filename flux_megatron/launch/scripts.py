@@ -128,7 +128,7 @@ def variables(workload: Workload, run: Path) -> dict[str, str]:
 
 def job(experiment: Experiment, options: RunOptions, names: Sequence[str], resume: bool) -> str:
     """The text of job.sbatch, which trains the arms of these `names`, such as round-1/flux, in
-    turn. The site's options win.
+    turn. The site's options win. `LaunchError` for those with which it would not train.
     """
     cluster, site = experiment.cluster, options.site
     ours: Options = {
@@ -146,9 +146,11 @@ def job(experiment: Experiment, options: RunOptions, names: Sequence[str], resum
         ours["signal"] = f"B:USR1@{STOP_BEFORE_S}"
     if site.sbatch.get("gres"):
         ours.pop("gpus-per-node", None)
+    all_options = ours | site.sbatch
+    slurm_options.refuse_stopped(all_options)
     return render(
         "job.sbatch.j2",
-        options=map(_directive, slurm_options.words(ours | site.sbatch)),
+        options=map(_directive, slurm_options.words(all_options)),
         run=options.run,
         arms=names,
         mode="resume" if resume else "start",

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, PlainValidator
 
+from flux_megatron.launch.errors import LaunchError
+
 # What `scripts.job` gives to sbatch.
 OURS = (
     "job-name", "nodes", "ntasks-per-node", "time", "open-mode", "output", "requeue",
@@ -89,6 +91,26 @@ Name = Annotated[
 ]
 Options = dict[Name, Annotated[Any, PlainValidator(_value)]]
 OfSbatch = Annotated[Options, AfterValidator(_checked)]
+
+
+def refuse_stopped(options: Mapping[str, str | int | None]) -> None:
+    """`LaunchError` where `signal` stops ranks as soon as they start."""
+    time, signal = str(options.get("time") or "0").upper(), str(options.get("signal") or "@0")
+    before = int(signal.rpartition("@")[2])
+    if time not in ("0", "UNLIMITED", "INFINITE") and _seconds(time) <= before > 0:
+        raise LaunchError(
+            f"--sbatch time={time} given, more than the {before} s expected in which "
+            f"signal={signal} has ranks save and end"
+        )
+
+
+def _seconds(time: str) -> int:
+    """Of MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS[:MINUTES[:SECONDS]]."""
+    days, of_days, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    whole = [*parts, 0, 0] if of_days else [0, *parts, 0] if len(parts) < 3 else parts
+    hours, minutes, seconds = whole[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def words(options: Mapping[str, str | int | None]) -> list[str]:

@@ -182,6 +182,10 @@ WRONG = {
     "--env X": "--env 'X' given, KEY=VALUE expected",
     "--set cluster.environment={'a;b':c}": "cluster.environment.a;b: String should match pattern",
     "--run-dir a\nb": "a\\nb/slurm-%j.out' given to sbatch, a text of one line expected",
+    "--sbatch time=5": "--sbatch time=5 given, more than the 300 s expected in which signal=B:USR1",
+    "--sbatch time=0:05:00": "--sbatch time=0:05:00 given, more than the 300 s",
+    "--sbatch time=4:59": "--sbatch time=4:59 given, more than the 300 s",
+    "--sbatch signal=B:USR1@14400": "--sbatch time=04:00:00 given, more than the 14400 s",
     "--alternate 1000000": "--alternate 1000000 given, at most 100 expected: each trains every arm",
 }
 
@@ -271,7 +275,20 @@ def test_a_site_takes_away_what_a_launch_asks_for(value, tmp_path):
     assert directives(launch(GPT, "--dry-run", *given)) == left
 
 
-TIMES = ["30", "30:00", "04:00:00", "4:00:00", "2-4", "2-04:30", "2-04:30:10", "UNLIMITED", "0"]
+TIMES = [
+    "6",
+    "5:01",
+    "30",
+    "30:00",
+    "04:00:00",
+    "4:00:00",
+    "0-1",
+    "2-4",
+    "2-04:30",
+    "2-04:30:10",
+    "UNLIMITED",
+    "0",
+]
 
 
 @pytest.mark.parametrize("time", TIMES)
