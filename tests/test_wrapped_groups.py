@@ -16,7 +16,7 @@ from wrapped_groups import MAKE, Configured, Hidden, Reloadable, listed, unliste
 
 import flux_megatron
 from flux_megatron import ops, settings
-from flux_megatron.nn import ColumnParallelLinear, RowParallelLinear, sum_gradient
+from flux_megatron.nn import ColumnParallelLinear, RowParallelLinear, functions, sum_gradient
 from flux_megatron.symm import groups, objects
 from flux_megatron.symm.space import Workspace
 from flux_megatron.symm.workspace import workspaces
@@ -173,3 +173,13 @@ def test_time_and_devices_are_those_of_what_is_inside(rank):
 def test_what_is_no_group_is_named():
     with pytest.raises(TypeError, match=r"release: group 'x' given, a .*ProcessGroup, or None"):
         flux_megatron.release("x")
+
+
+@pytest.mark.parametrize("given", ["x", -100])  # torch gives the latter to ranks outside
+def test_an_operation_names_what_is_no_group(given):
+    x, w = torch.ones(2, 4), torch.ones(3, 4)
+    expected = f"group {given!r} given, a torch.distributed.ProcessGroup with this rank expected"
+    with pytest.raises(TypeError, match=expected):
+        ops.all_gather_gemm(x, w, given)
+    with pytest.raises(TypeError, match=expected):
+        functions.row_linear(x, w, group=given)

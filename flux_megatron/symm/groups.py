@@ -41,11 +41,17 @@ def unwrapped(group: ProcessGroup) -> ProcessGroup:
 
 
 def given(group: ProcessGroup) -> ProcessGroup:
-    """`group`. `ValueError` for none: which ranks take part is the caller's to say."""
+    """`group`. `ValueError` for none: which ranks take part is the caller's to say. `TypeError` for
+    what is no group.
+    """
     if group is None:
         raise ValueError(
             "group None given, the process group of the ranks that share the layer expected, such "
             "as torch.distributed.group.WORLD after init_process_group"
+        )
+    if not hasattr(group, "size"):
+        raise TypeError(
+            f"group {group!r} given, a torch.distributed.ProcessGroup with this rank expected"
         )
     return group
 
