@@ -25,14 +25,14 @@ from flux_megatron.overlap.report import note_fallback
 from flux_megatron.overlap.sequential import blocks_refused
 from flux_megatron.problem import Pattern, Plan, plan_text
 from flux_megatron.scaling import Scaling, scaling_of
-from flux_megatron.symm.groups import group_named, name_of
+from flux_megatron.symm.groups import given, group_named, name_of
 
 # with what layers take from rooms below
 __all__ = [
     "OPERATIONS", "all_gather_gemm", "awaited", "blocks_refused", "differentiable",
-    "gather_refused", "gemm_all_reduce", "gemm_reduce_scatter", "gemv_all_reduce", "group_named",
-    "guard", "is_plain", "is_traced", "local", "local_shards", "name_of", "note_fallback", "phase",
-    "refuse", "run_ag_gemm", "run_gemm_ar", "run_gemm_rs",
+    "gather_refused", "gemm_all_reduce", "gemm_reduce_scatter", "gemv_all_reduce", "given",
+    "group_named", "guard", "is_plain", "is_traced", "local", "local_shards", "name_of",
+    "note_fallback", "phase", "refuse", "run_ag_gemm", "run_gemm_ar", "run_gemm_rs",
 ]  # fmt: skip
 
 

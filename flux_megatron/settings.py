@@ -14,7 +14,7 @@
 | FLUX_MEGATRON_NATIVE | 1: C makes the driver calls; 0: Python does; below | 1 |
 | FLUX_MEGATRON_ALLOW | what `--flux-allow` names, with spaces between | |
 | FLUX_MEGATRON_FP8_WIRE | 1: FP8 GEMM+RS of `hopper` sends partial sums in e4m3 | 0 |
-| FLUX_MEGATRON_ENABLE | 1: `flux_megatron.enable()` where Megatron's groups are made | 0 |
+| FLUX_MEGATRON_ENABLE | 1: `flux_megatron.enable()` where Megatron begins | 0 |
 
 `FLUX_MEGATRON_BESIDE=auto` is 1 where the Megatron integration finds communication of data or
 pipeline parallelism that is overlapped, else 0. With `FLUX_MEGATRON_NATIVE=1` one call of C makes

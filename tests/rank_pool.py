@@ -82,7 +82,7 @@ def forget() -> None:
     """Give back all memory, whoever holds it, and what ranks have agreed on."""
     from flux_megatron.symm import workspace
 
-    workspace._give_back([*workspace.of_groups])
+    workspace._give_back(workspace.workspaces())
     workspace._agreed_before.clear()
 
 

@@ -1,5 +1,6 @@
 """The report says what really ran: calls, fallbacks with reasons, the share, strict mode."""
 
+import os
 import warnings
 from collections import Counter
 from itertools import starmap
@@ -18,7 +19,17 @@ from flux_megatron.expert_parallel import call
 from flux_megatron.expert_parallel import ops as expert_ops
 from flux_megatron.nn.functions import column_parallel_linear
 from flux_megatron.overlap import fused
-from flux_megatron.overlap.report import Report, note_call, note_fallback, report, reset_report
+from flux_megatron.overlap import report as report_module
+from flux_megatron.overlap.report import (
+    Layers,
+    Report,
+    forget_layers,
+    note_call,
+    note_fallback,
+    note_layers,
+    report,
+    reset_report,
+)
 from flux_megatron.problem import Pattern, Plan
 
 
@@ -68,6 +79,38 @@ def test_a_reset_starts_anew():
     assert report() == Report({}, {}, 0)
     assert report().share == 1.0
     assert report().total == report().overlapped == 0
+
+
+class Model:
+    """A chunk of one."""
+
+
+def test_each_model_counts_once(monkeypatch):
+    monkeypatch.setattr(report_module, "_models", [])
+    chunks, other = [Model(), Model()], Model()
+    note_layers(Layers(2, 9, {("fc", "a class"): 7}), chunks)
+    note_layers(Layers(8, 9, {("head", "a class"): 1}), chunks[1:])  # as counted again
+    assert str(report()).splitlines()[1:] == [
+        "  8 of 9 tensor-parallel linear layers are ours; not head (1): a class"
+    ]
+    for one in (other, Model(), Model()):
+        note_layers(Layers(9, 9, {}), [one])
+    assert str(report()).splitlines()[1:] == [
+        "  1 model: 8 of 9 tensor-parallel linear layers are ours; not head (1): a class",
+        "  3 models: 9 of 9 tensor-parallel linear layers are ours",
+    ]
+    assert (report().layers.ours, report().layers.total) == (35, 36)
+    forget_layers([other, chunks[1]])
+    assert report().models == (Layers(9, 9, {}),) * 2  # those that are gone too
+
+
+def test_a_fork_counts_what_it_does_itself():
+    note_call("ag_gemm", "fused")
+    if not (child := os.fork()):
+        note_call("gemm_rs", "fused")
+        os._exit(report().calls != {("gemm_rs", "fused"): 1})
+    assert os.waitpid(child, 0)[1] == 0
+    assert report().calls == {("ag_gemm", "fused"): 1}
 
 
 @on_device_ranks(2, environment=FUSED)

@@ -2,17 +2,26 @@
 
 torch imports this package in every process (the entry point of its `torch.backends`), and
 `import flux_megatron` does the same. Megatron may be imported later, or be in the midst of it, so
-`enable()` is called where every program begins with it: in `initialize_model_parallel`.
+`enable()` is called where every program begins with it: before `initialize_model_parallel`, or
+before the first module where a program has groups of its own and never calls that.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
+import logging
+import multiprocessing
+import os
 import sys
 from typing import Any
 
+from flux_megatron import settings
+
 PARALLEL_STATE = "megatron.core.parallel_state"
 INITIALIZE = "initialize_model_parallel"
+MODULES = "megatron.core.transformer.module"
+NAME = "FLUX_MEGATRON_ENABLE=1"
 
 
 class _Watch:
@@ -23,50 +32,104 @@ class _Watch:
 
 
 _watch = _Watch()
+_begun: dict[str, tuple[Any, Any, Any]] = {}  # by name: what has it, what it was, ours
+_waiting = False  # for Megatron to begin
+_enabling: Any = None  # the module, once it has begun
 
 
 def arm() -> None:
-    """Enable our layers as soon as Megatron's groups are made; at once where they are. Another
-    call changes nothing.
+    """Enable our layers as soon as Megatron begins; at once where its groups are made. Another call
+    changes nothing.
     """
-    if _watch not in sys.meta_path and not _wrap():
+    global _waiting
+    if not _waiting:
+        _waiting = True
+        atexit.register(_end, os.getpid())
         sys.meta_path.insert(0, _watch)
+        _wrap()
 
 
 def disarm() -> None:
-    """For processes that `--flux-overlap` has given their layers."""
-    if _watch in sys.meta_path:
-        sys.meta_path.remove(_watch)
-    initialize: Any = getattr(sys.modules.get(PARALLEL_STATE), INITIALIZE, None)
-    if hasattr(initialize, "enables"):
-        setattr(sys.modules[PARALLEL_STATE], INITIALIZE, initialize.__wrapped__)
+    """Whoever calls it has said which layers are ours."""
+    global _waiting
+    _waiting = False
+    sys.meta_path = [finder for finder in sys.meta_path if finder is not _watch]
+    while _begun:
+        name, (holder, original, ours) = _begun.popitem()
+        if getattr(holder, name) is ours:
+            setattr(holder, name, original)
 
 
-def _wrap() -> bool:
-    """Whether Megatron's module is far enough for it."""
+def _wrap() -> None:
+    """What Megatron begins with, as far as it is imported."""
     parallel_state: Any = sys.modules.get(PARALLEL_STATE)
-    original = getattr(parallel_state, INITIALIZE, None)
-    if original is None:
-        return False
-    if hasattr(original, "enables"):
-        return True
-    if parallel_state.model_parallel_is_initialized():
-        _enable()
-        return True
+    if hasattr(parallel_state, INITIALIZE):
+        if parallel_state.model_parallel_is_initialized():
+            _enable()
+            return
+        _begin_with(parallel_state, INITIALIZE)
+    if module := getattr(sys.modules.get(MODULES), "MegatronModule", None):
+        _begin_with(module, "__init__")
+
+
+def _begin_with(holder: Any, name: str) -> None:
+    if name in _begun:
+        return
+    original = getattr(holder, name)
 
     @functools.wraps(original)
-    def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        _enable()
-        return result
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        outermost = getattr(holder, name) is ours
+        if _waiting:
+            _enable()  # which may change this very function
+        return (getattr(holder, name) if outermost else original)(*args, **kwargs)
 
-    initialize_model_parallel.enables = True  # type: ignore[attr-defined]
-    setattr(parallel_state, INITIALIZE, initialize_model_parallel)
-    return True
+    _begun[name] = holder, original, ours
+    setattr(holder, name, ours)
 
 
 def _enable() -> None:
-    disarm()
-    from flux_megatron.integration.enabling import enable
+    global _enabling
+    disarm()  # first: what follows imports
+    from flux_megatron.integration import enabling
 
-    enable()
+    enabling.enable()
+    _enabling = enabling
+
+
+def failed() -> bool:
+    """Whether an error ends the program."""
+    return hasattr(sys, "last_value")
+
+
+def _end(armed_in: int) -> None:
+    """Say that nothing came of the variable. In strict mode that ends a rank with status 1."""
+    if os.getpid() != armed_in or failed() or not (why := _unused()):
+        return
+    loaded, runs = PARALLEL_STATE in sys.modules, _has_groups()
+    if not runs and (not loaded or multiprocessing.parent_process() is not None):
+        return  # a tool, or a worker that loads data
+    if os.environ.get("RANK", "0") == "0":
+        said = f"FLUX_MEGATRON_ENABLE=1, but no layer of process {armed_in} is ours"
+        print(f"flux_megatron: {said}: {why}", flush=True)
+    if settings.get().strict and loaded and (runs or "RANK" in os.environ):
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # an error changes no status any more
+
+
+def _unused() -> str:
+    """Why no layer became ours; "" where some did, and where the program chose by itself."""
+    if _waiting and PARALLEL_STATE not in sys.modules:
+        return "megatron-core was not imported"
+    if _waiting:
+        return "megatron-core made no groups and no module"
+    if _enabling is not None and not _enabling.made:
+        return "megatron-core built none of the layers that ours stand for"
+    return ""
+
+
+def _has_groups() -> bool:
+    distributed: Any = sys.modules.get("torch.distributed")
+    return bool(distributed and distributed.is_available() and distributed.is_initialized())

@@ -49,7 +49,7 @@ def count_layers(training: Any, chosen: tuple[str, ...] | None) -> None:
         result = original(*given, **named)
         stage = layers_of(result[0], chosen)
         layers = _of_all_stages(stage)
-        note_layers(layers)
+        note_layers(layers, result[0])
         training.print_rank_last(f" flux: {layers}")
         refuse(layers)
         return result
@@ -68,10 +68,10 @@ def layers_of(models: Iterable[Module], chosen: tuple[str, ...] | None = None) -
     return Layers(ours, ours + others.total(), dict(others))
 
 
-def say(layers: Layers) -> None:
+def say(layers: Layers, models: Iterable[Module]) -> None:
     """Refuse some in strict mode; else count them, and log them on rank 0, the same once."""
     refuse(layers)
-    note_layers(layers)
+    note_layers(layers, models)
     requirements.log_once(str(layers))
 
 

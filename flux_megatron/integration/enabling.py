@@ -15,10 +15,19 @@ from typing import Any
 
 from megatron.core.models.common.language_module import language_module
 from megatron.core.transformer import torch_norm
+from megatron.core.transformer.module import MegatronModule
 from torch.nn import Module
 
 from flux_megatron import settings
-from flux_megatron.integration import adapters, coverage, fp8, install, replacing, stand_ins
+from flux_megatron.integration import (
+    adapters,
+    autoload,
+    coverage,
+    fp8,
+    install,
+    replacing,
+    stand_ins,
+)
 from flux_megatron.integration.flags import LAYERS, FluxOptions, names_given
 from flux_megatron.integration.layers import FluxColumnParallelLinear, is_head
 from flux_megatron.integration.norm import NORMS, FluxNorm
@@ -26,6 +35,7 @@ from flux_megatron.integration.selection import layer_of
 from flux_megatron.integration.specs import put
 
 _undo = contextlib.ExitStack()
+made = 0  # layers that became ours
 
 
 def enable(
@@ -63,13 +73,14 @@ def enable(
         allow=names_given("allow", allow),
     )
     stand_ins.check_megatron(options.allow)
+    autoload.disarm()
     _undo.close()
     with contextlib.ExitStack() as undo:
         _apply(options, undo)
         for stock, ours in stand_ins.by_class().items():
             put(undo, stock, "__init__", _becoming(stock, ours, options.layers))
         put(undo, torch_norm.WrappedTorchNorm, "__new__", _ours_for_norms())
-        put(undo, language_module.LanguageModule, "__init__", _said(options.layers))
+        put(undo, MegatronModule, "__init__", _said(options.layers))
         _undo.push(undo.pop_all())
     install.log_at_exit()
 
@@ -79,6 +90,7 @@ def disable() -> None:
     layers that were replaced are what they were. Models built under `enable` keep our layers, as do
     copies of replaced ones.
     """
+    autoload.disarm()
     _undo.close()
     replacing.undo()
 
@@ -101,11 +113,14 @@ def _becoming(stock: type, ours: type, layers: tuple[str, ...] | None) -> Callab
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        global made
         name = _built(kwargs)
         chosen = not layers or name in layers
         if type(self) is not stock or not chosen or kwargs.get("is_expert"):
             original(self, *args, **kwargs)
-        elif fp8.keeps(stock, kwargs["config"]):
+            return
+        made += 1
+        if fp8.keeps(stock, kwargs["config"]):
             fp8.check(kwargs["config"])
             original(self, *args, **kwargs)
             vars(self).update(fp8.asking(self, name))
@@ -137,20 +152,21 @@ def _ours_for_norms() -> Any:
 
 def _said(layers: tuple[str, ...] | None) -> Callable[..., None]:
     """A constructor whose model says in its first forward which of its layers are ours: only then
-    its subclasses' constructors are done, and adapters have wrapped its layers.
+    the constructors of its classes are done, and adapters have wrapped its layers.
     """
-    original = vars(language_module.LanguageModule)["__init__"]
+    original = vars(MegatronModule)["__init__"]
 
     def say(model: Module, _: Any) -> None:
         hooks = model._forward_pre_hooks  # those of a copy have this one too
         for key in [key for key, hook in hooks.items() if hook is say]:
             del hooks[key]
-        coverage.say(coverage.layers_of([model], layers))
+        coverage.say(coverage.layers_of([model], layers), [model])
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        self.register_forward_pre_hook(say)
-        adapters.watch(self)
+        if isinstance(self, language_module.LanguageModule):
+            self.register_forward_pre_hook(say)
+            adapters.watch(self)
 
     return __init__

@@ -204,10 +204,14 @@ def _what_is_built(
 
 @functools.cache
 def log_at_exit() -> None:
-    atexit.register(_log_calls)
+    atexit.register(_log_calls, os.getpid())
 
 
-def _log_calls() -> None:
+def _log_calls(process: int) -> None:
+    """Of a fork what it did itself; nothing of a program that an error has ended before."""
     done = report()
-    nothing = "no call came to our layers, so nothing was overlapped"
-    requirements.log_once(str(done) if done.total else nothing, about="calls")
+    if done.total:
+        requirements.log_once(str(done), about="calls")
+    elif os.getpid() == process and not autoload.failed():
+        nothing = "no call came to our layers, so nothing was overlapped"
+        requirements.log_once(nothing, about="calls")

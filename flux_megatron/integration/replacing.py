@@ -8,6 +8,7 @@ for it lends them.
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -17,13 +18,14 @@ from torch.nn import Module
 from flux_megatron.integration import adapters, coverage, fp8, seams, stand_ins
 from flux_megatron.integration.flags import LAYERS, names_given
 from flux_megatron.integration.layers import FluxColumnParallelLinear
-from flux_megatron.overlap.report import Layers
+from flux_megatron.overlap.report import Layers, forget_layers
 
 _MISSING = object()
 # what a layer was: its class, and those of its attributes that changed
 _before: weakref.WeakKeyDictionary[Module, tuple[type, dict[str, Any]]] = (
     weakref.WeakKeyDictionary()
 )
+_models: weakref.WeakSet[Module] = weakref.WeakSet()  # that have replaced layers
 
 
 def replace(model: Module | Iterable[Module], *, layers: Collection[str] | None = None) -> Layers:
@@ -35,13 +37,15 @@ def replace(model: Module | Iterable[Module], *, layers: Collection[str] | None 
     proj, fc1, fc2 and head, all by default. The result says which layers are ours and which are
     not and why; rank 0 logs it.
 
-    `ValueError` for what is no model, for a model in data parallelism, for a configuration that our
-    layers cannot do and for a megatron-core that we do not know; `FallbackRefused` in strict mode
-    where a layer is not ours. The model is unchanged then.
+    `TypeError` for what is no model; `ValueError` for a model in data parallelism, for a
+    configuration that our layers cannot do and for a megatron-core that we do not know;
+    `FallbackRefused` in strict mode where a layer is not ours. The model is unchanged then. A
+    warning where there is no such layer, as in a pipeline stage of an embedding alone.
     """
     models = [model] if isinstance(model, Module) else model
     if not isinstance(models, (list, tuple)) or not all(isinstance(m, Module) for m in models):
-        raise ValueError(f"model is {model!r}, a torch.nn.Module or a list of them expected")
+        expected = "a torch.nn.Module or a list of them expected"
+        raise TypeError(f"replace: model {model!r} given, {expected}")
     chosen = names_given("layers", layers, LAYERS)
     stand_ins.check_megatron()
     classes = stand_ins.by_class()
@@ -56,7 +60,11 @@ def replace(model: Module | Iterable[Module], *, layers: Collection[str] | None 
         for layer, kind, ours in found:
             _become(layer, kind, ours)
         result = coverage.layers_of(models, chosen)
-        coverage.say(result)
+        if not result.total:
+            _say_that_it_is_empty(models)
+            return result
+        coverage.say(result, models)
+        _models.update(models)
         for each in models:
             adapters.watch(each)
     except BaseException:
@@ -65,8 +73,17 @@ def replace(model: Module | Iterable[Module], *, layers: Collection[str] | None 
     return result
 
 
+def _say_that_it_is_empty(models: Collection[Module]) -> None:
+    given = ", ".join(type(one).__name__ for one in models) or "an empty list"
+    expected = "a model with tensor-parallel linear layers expected: nothing is replaced"
+    warnings.warn(f"flux_megatron: replace: {given} given, {expected}", stacklevel=3)
+
+
 def undo(layers: Iterable[Module] | None = None) -> None:
     """Let these layers, by default all, be what they were."""
+    if layers is None:
+        forget_layers(_models)
+        _models.clear()
     for layer in list(_before if layers is None else layers):
         if layer not in _before:
             continue

@@ -225,7 +225,7 @@ def name_for(name: str, group: ProcessGroup) -> str:
         base._ub_communicators = Communicators(None)
         _stand_in(None)
     base._ub_communicators.clear()  # of groups that have ended
-    return f"{group.group_name}/{name}"
+    return f"{ops.name_of(group)}/{name}"
 
 
 def _stand_in(layers: Collection[str] | None) -> None:

@@ -29,7 +29,7 @@ class ShardedEmbeddingBag(Module):
     ) -> None:  # fmt: skip
         super().__init__()
         group = joined(group, type(self).__name__)
-        self.group_name, world_size, rank = group.group_name, group.size(), group.rank()
+        self.group_name, world_size, rank = ops.name_of(group), group.size(), group.rank()
         if num_tables < world_size:
             raise ValueError(
                 f"{num_tables} tables given, at least one for each of {world_size} ranks expected"

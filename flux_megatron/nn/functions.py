@@ -36,7 +36,7 @@ def column_parallel_linear(
     are those of `ops.all_gather_gemm`. Under torch.compile the call is one operator; `wgrad` is
     None or `wgrad.IntoMainGrad` then, and there is no `dy_buffer`.
     """
-    ops.name_of(group)
+    ops.given(group)
     x, w, bias = ops.local_shards(COLUMN, x, w, bias, group, "nt")
     if bias is not None and bias.dtype != x.dtype and bias.dtype.is_floating_point:
         y = column_parallel_linear(
@@ -60,7 +60,7 @@ def row_parallel_linear(
 
     `wgrad` as in `column_parallel_linear`. Errors are those of `ops.gemm_reduce_scatter`.
     """
-    ops.name_of(group)
+    ops.given(group)
     x, w, _ = ops.local_shards(ROW, x, w, None, group, "nt")
     options = Options("row", group, wgrad or plain_wgrad)
     return linear("row_parallel_linear", x, w, None, options)
@@ -76,8 +76,8 @@ def local_linear(
     `dy_buffer` as in `column_parallel_linear`. Errors are those of `ops.gemm_all_reduce`.
     """
     if allreduce_group is not None:
-        x = ops.local("x", x, None, allreduce_group.group_name)
-        w = ops.local("w", w, 0, allreduce_group.group_name)
+        name = ops.name_of(allreduce_group)
+        x, w = ops.local("x", x, None, name), ops.local("w", w, 0, name)
     options = Options("local", allreduce_group, wgrad or plain_wgrad, dy_buffer=dy_buffer)
     return linear("local_linear", x, w, bias, options)
 
@@ -88,7 +88,7 @@ def row_linear(x: Tensor, w: Tensor, *, group: ProcessGroup, wgrad: Wgrad | None
     y is the same on all ranks. `wgrad` as in `column_parallel_linear`. Errors are those
     of `ops.gemm_all_reduce`.
     """
-    ops.name_of(group)  # without a group y would be this rank's share alone
+    ops.given(group)  # without a group y would be this rank's share alone
     x, w, _ = ops.local_shards(Pattern.GEMM_AR, x, w, None, group, "nt")
     return linear("row_linear", x, w, None, Options("whole", group, wgrad or plain_wgrad))
 
@@ -100,7 +100,7 @@ def linear(name: str, x: Tensor, w: Tensor, bias: Tensor | None, options: Option
     if ops.is_traced() and _traceable(name, options):
         layer, group, wgrad, save_gathered, _ = options
         into = wgrad.main_grad if isinstance(wgrad, IntoMainGrad) else None
-        named = ("", 1) if group is None else (group.group_name, group.size())
+        named = ("", 1) if group is None else (ops.name_of(group), group.size())
         return operators.linear(layer, x, w, into, *named, bias, save_gathered)[0]
     if not torch.is_grad_enabled():
         return forward(options.layer, x, w, bias, options.group)[0]

@@ -37,7 +37,8 @@ class ParallelLinear(Module):
         name = type(self).__name__
         group = joined(group, name)
         # the name of the group: a module that holds a group cannot be copied
-        self.group_name, self.world_size, self.rank = group.group_name, group.size(), group.rank()
+        self.group_name = ops.name_of(group)
+        self.world_size, self.rank = group.size(), group.rank()
         sizes = {"in_features": in_features, "out_features": out_features}
         self.in_features, self.out_features = in_features, out_features
         if sizes[self.split] < 1 or sizes[self.split] % self.world_size:

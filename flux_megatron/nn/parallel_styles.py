@@ -28,6 +28,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from flux_megatron import ops
 from flux_megatron.nn.linear import _autocast, linear_of
 from flux_megatron.nn.replicated import SumGradient
 
@@ -77,7 +78,7 @@ class _FluxParallel(ParallelStyle):
         module.__class__ = self.kind
         assert isinstance(module, _Linear)
         module.style, module.mesh = self, device_mesh
-        module.group_name, module.world_size = device_mesh.get_group().group_name, R
+        module.group_name, module.world_size = ops.name_of(device_mesh.get_group()), R
         return module
 
     def __repr__(self) -> str:

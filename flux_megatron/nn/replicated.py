@@ -22,24 +22,23 @@ def sum_gradient(parameter: Tensor, *, group: ProcessGroup | None = None) -> Ten
     `sum_gradient` gives each rank the whole sum, by one fp32 all-reduce, so the same optimizer
     steps keep the copies equal. `ValueError` for a group without this rank.
     """
-    return SumGradient.apply(parameter, joined(group, "sum_gradient").group_name)
+    return SumGradient.apply(parameter, ops.name_of(joined(group, "sum_gradient")))
 
 
 def joined(group: ProcessGroup | None, name: str) -> ProcessGroup:
     """`group`, or the world if it is None. `ValueError`, with the caller's `name`, if this rank is
     not in it or no group exists yet.
     """
-    if not dist.is_initialized():
+    if group is None and not dist.is_initialized():
         raise ValueError(
             f"{name}: no process group given or initialized, "
             "torch.distributed.init_process_group expected before"
         )
     group = dist.group.WORLD if group is None else group
-    if dist.get_rank(group) < 0:
+    if not isinstance(group, ProcessGroup):  # what torch gives to ranks outside
         raise ValueError(
             f"{name}: a group without rank {dist.get_rank()} given, one with this rank expected"
         )
-    assert group is not None
     return group
 
 

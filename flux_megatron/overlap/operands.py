@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from flux_megatron.overlap.report import note_copy
 from flux_megatron.scaling import Scaling, is_fp8
+from flux_megatron.symm.groups import name_of
 
 ALIGNED = 16  # bytes of which an address is a multiple: what TMA takes
 
@@ -126,7 +127,7 @@ def local(what: str, tensor: Tensor, dim: int | None, group_name: str) -> Tensor
     given: Any = tensor
     wanted = dtensors.Replicate() if dim is None else dtensors.Shard(dim % tensor.dim())
     mesh = given.device_mesh
-    fits = mesh.ndim == 1 and mesh.get_group().group_name == group_name
+    fits = mesh.ndim == 1 and name_of(mesh.get_group()) == group_name
     if not fits or given.placements != (wanted,):
         raise ValueError(
             f"{what} is a DTensor with placements {given.placements} on {mesh}, a tensor of this "

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
+import weakref
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from flux_megatron import errors, settings
 from flux_megatron.kernels.triton_launch import launches
@@ -14,7 +18,8 @@ from flux_megatron.symm.workspace import workspaces
 _calls: Counter[tuple[str, str]] = Counter()
 _fallbacks: Counter[tuple[str, str]] = Counter()
 _copies: Counter[tuple[str, str]] = Counter()
-_layers: list[Layers] = []
+# of each model: its chunks, as long as they live, and its layers
+_models: list[tuple[list[weakref.ref[Any]], Layers]] = []
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,8 @@ class Layers:
 @dataclass(frozen=True)
 class Report:
     """`calls[pattern, strategy]` and `fallbacks[pattern, reason]` of this process since the last
-    reset, and the `layers` of the models it trains, None if they were not counted.
+    reset, and the `layers` of the models it trains together, None if they were not counted;
+    `models` has those of each.
 
     A fallback counts as a `sequential` call too. The other `sequential` calls were chosen: by a
     measurement, by the rule or by the user. `workspace_bytes` is the symmetric memory that this
@@ -56,6 +62,7 @@ class Report:
     layers: Layers | None = None
     kernels: dict[str, int] = field(default_factory=dict)
     copies: dict[tuple[str, str], int] = field(default_factory=dict)
+    models: tuple[Layers, ...] = ()
 
     @property
     def total(self) -> int:
@@ -82,8 +89,9 @@ class Report:
             + (f"{chosen} sequential by their plan, " if chosen else "")
             + f"workspace {self.workspace_bytes / 2**20:.1f} MiB"
         ]
-        if self.layers:
-            lines.append(f"  {self.layers}")
+        alike = Counter(str(one) for one in self.models)
+        for layers, n in alike.items():
+            lines.append(f"  {layers}" if len(self.models) == 1 else f"  {_models_of(n)}: {layers}")
         lines += [f"  {p} {s}: {n}" for (p, s), n in sorted(self.calls.items())]
         lines += [
             f"  {p} fell back {n} times: {why}" for (p, why), n in sorted(self.fallbacks.items())
@@ -96,6 +104,10 @@ class Report:
                 "  kernels: " + ", ".join(f"{k} {n}" for k, n in sorted(self.kernels.items()))
             )
         return "\n".join(lines)
+
+
+def _models_of(number: int) -> str:
+    return f"{number} model" if number == 1 else f"{number} models"
 
 
 def note_call(pattern: str, strategy: str) -> None:
@@ -123,16 +135,26 @@ def note_copy(what: str, reason: str) -> None:
     _copies[what, reason] += 1
 
 
-def note_layers(layers: Layers) -> None:
-    """Add the layers of models that were built to those of earlier ones."""
-    _layers.append(layers)
+def note_layers(layers: Layers, chunks: Iterable[Any] = ()) -> None:
+    """Note the layers of one model, in place of what was noted of a chunk of it before."""
+    kept = [weakref.ref(one) for one in chunks]
+    forget_layers(chunks)
+    _models.append((kept, layers))
+
+
+def forget_layers(chunks: Iterable[Any]) -> None:
+    """The layers of these models are ours no more."""
+    gone = {id(one) for one in chunks}
+    _models[:] = [one for one in _models if not any(id(chunk()) in gone for chunk in one[0])]
 
 
 def report() -> Report:
     """The counts so far, and the symmetric memory held."""
     held = sum(workspace.size_bytes for workspace in workspaces())
-    layers = functools.reduce(Layers.__add__, _layers) if _layers else None
-    return Report(dict(_calls), dict(_fallbacks), held, layers, dict(launches), dict(_copies))
+    models = tuple(layers for _, layers in _models)
+    layers = functools.reduce(Layers.__add__, models) if models else None
+    counts = dict(launches), dict(_copies)
+    return Report(dict(_calls), dict(_fallbacks), held, layers, *counts, models)
 
 
 def reset_report() -> None:
@@ -141,3 +163,6 @@ def reset_report() -> None:
     _fallbacks.clear()
     _copies.clear()
     launches.clear()
+
+
+os.register_at_fork(after_in_child=reset_report)  # those were calls of the parent

@@ -16,7 +16,7 @@ from flux_megatron import errors
 from flux_megatron.kernels.signalled_gemm import Band, table_of
 from flux_megatron.problem import MAX_GROUPS
 from flux_megatron.symm.device import capturing, communication_stream
-from flux_megatron.symm.groups import timeout_s
+from flux_megatron.symm.groups import is_listed, name_of, timeout_s
 from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.recent import Recent
 from flux_megatron.symm.signals import WORK_WORDS
@@ -133,8 +133,9 @@ def _nccl(workspace: Workspace, comm_sms: int) -> Any:
     options.config.cga_cluster_size = 1
     options._timeout = timedelta(seconds=timeout_s(workspace.group))
     # both for the watchdog's messages
-    options.group_name = f"{workspace.group.group_name} signalled {comm_sms}"  # type: ignore[assignment, unused-ignore]
-    options.global_ranks_in_group = dist.get_process_group_ranks(workspace.group)
+    options.group_name = f"{name_of(workspace.group)} signalled {comm_sms}"  # type: ignore[assignment, unused-ignore]
+    if is_listed(workspace.group):
+        options.global_ranks_in_group = dist.get_process_group_ranks(workspace.group)
     store = workspace.agreement.store(f"communicator {comm_sms}")
     rank, world_size = workspace.group.rank(), workspace.world_size
     return dist.ProcessGroupNCCL(store, rank, world_size, options)

@@ -1,5 +1,5 @@
-"""Do all ranks make the same call? The ranks ask once for each new problem, through the job's
-key-value store.
+"""Do all ranks make the same call? The ranks ask once for each new problem, through their key-value
+store.
 
 A collective would hang where one rank does not come. Here every rank publishes its question and
 answer under the number of the question and reads the others' with a deadline. So every rank learns
@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron import errors
 from flux_megatron.symm import objects
-from flux_megatron.symm.groups import is_fake, timeout_s
+from flux_megatron.symm.groups import is_fake, name_of, store_of, timeout_s
 
 _REFUSED = "refused: "
 _BROKEN = "broken"  # the key of the first failure in the middle of a call
@@ -34,16 +34,15 @@ class Agreement:
 
     def __init__(self, group: ProcessGroup, note: Callable[[], None]) -> None:
         self._rank, self._world_size, self._note = group.rank(), group.size(), note
-        self._group, self._name = group, group.group_name
+        self._group, self._name = group, name_of(group)
         self.broken = ""  # the first failure of a rank in the middle of a call, once it is known
         # a group created later under the same name must not read old answers
         nonce = objects.broadcast(uuid.uuid4().hex, group)
-        store = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"flux_megatron/{nonce}", store)
+        self._store = dist.PrefixStore(f"flux_megatron/{nonce}", store_of(group))
         self._number = 0
 
     def store(self, name: str) -> dist.Store:
-        """A part of the job's key-value store that this group alone uses for `name`."""
+        """A part of the key-value store that this group alone uses for `name`."""
         return dist.PrefixStore(name, self._store)
 
     def confirm(self, description: str) -> None:

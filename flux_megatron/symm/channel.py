@@ -25,7 +25,7 @@ from flux_megatron import settings
 from flux_megatron.symm import device as devices
 from flux_megatron.symm import signals
 from flux_megatron.symm.buffer import Region, SymmetricBuffer
-from flux_megatron.symm.groups import timeout_s
+from flux_megatron.symm.groups import name_of, timeout_s
 from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.recent import Recent
 from flux_megatron.symm.status import Status
@@ -90,7 +90,7 @@ class Channel:
         self._outgrown: list[Region] = []  # that replays of older graphs write
 
     def _name(self, pad: Tensor, awaited: Callable[[int], str]) -> None:
-        waiter = f"rank {self._rank} of group {self._group.group_name}"
+        waiter = f"rank {self._rank} of group {name_of(self._group)}"
         self._status.name(pad, waiter, awaited, partial(timeout_s, self._group))
         self._named.append(pad)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from flux_megatron.symm.groups import is_fake
+from flux_megatron.symm.groups import device_types, is_fake, unwrapped
 
 T = TypeVar("T")
 
@@ -40,11 +40,11 @@ def broadcast(value: T, group: ProcessGroup) -> T:
 
 def _device(group: ProcessGroup) -> torch.device:
     """Where the group's collectives take tensors: on the host, if it has a backend for that."""
-    kinds = [device.type for device in group._device_types]
+    kinds = device_types(group)
     return device_of(group, "cpu" if "cpu" in kinds or not kinds else kinds[0])
 
 
 def device_of(group: ProcessGroup, kind: str) -> torch.device:
     """The device of this kind that the group is bound to; the current one, if it is to none."""
-    bound = group.bound_device_id
+    bound = unwrapped(group).bound_device_id
     return bound if bound is not None and bound.type == kind else torch.device(kind)

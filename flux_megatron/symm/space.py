@@ -8,7 +8,8 @@ a wait that ran out of time, it refuses all further calls and reports the reason
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable
+import weakref
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from flux_megatron.symm.agreement import Agreement
 from flux_megatron.symm.call_log import QUESTION, CallLog, call_log, different_calls
 from flux_megatron.symm.channel import REFRESH_EVERY, Call, Channel
 from flux_megatron.symm.device import active, capturing, copy_engine, why_not_shared
-from flux_megatron.symm.groups import timeout_s
+from flux_megatron.symm.groups import is_listed, timeout_s
 from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.places import places, why_unavailable
 from flux_megatron.symm.recent import Recent
@@ -40,6 +41,9 @@ class Workspace:
         self, group: ProcessGroup, device: torch.device, status: Status | None = None
     ) -> None:
         self.group, self.device = group, device
+        self.listed = is_listed(group)  # by torch, until it is destroyed
+        # what callers give, for the group inside
+        self.given: Callable[[], ProcessGroup | None] = weakref.ref(group)
         self.rank, self.world_size = group.rank(), group.size()
         self.engine = copy_engine(device)
         self.agreement = Agreement(group, partial(self.note, QUESTION))

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Hashable
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.distributed import ProcessGroup
@@ -15,7 +16,7 @@ from torch.distributed import ProcessGroup
 from flux_megatron import errors, settings
 from flux_megatron.symm import objects
 from flux_megatron.symm.device import active, capturing
-from flux_megatron.symm.groups import SHARE, is_destroyed, name_of, timeout_s
+from flux_megatron.symm.groups import SHARE, given, is_listed, name_of, timeout_s, unwrapped
 from flux_megatron.symm.space import Workspace, of_groups
 from flux_megatron.symm.status import Status
 from flux_megatron.versions.library import warn_of_untested
@@ -24,28 +25,39 @@ from flux_megatron.versions.triton import TRITON
 
 _log = logging.getLogger(__name__)
 _statuses: dict[torch.device, Status] = {}
-_agreed_before: dict[ProcessGroup, dict[Hashable, Any]] = {}  # `release`
+# by what callers give
+_agreed_before: WeakKeyDictionary[ProcessGroup, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
 def workspace(group: ProcessGroup, device: torch.device) -> Workspace:
-    """The workspace of `group`. Collective at its first call."""
-    found = of_groups.get(group)
+    """The workspace of `group`, of what is inside it now. Collective at its first call."""
+    inside = unwrapped(group)
+    found = of_groups.get(inside)
     if found is None:
-        name_of(group)  # there is one
+        _give_back(_ended(given(group)))
         warn_of_untested(TORCH, TRITON)
         with active(device):
             status = _statuses.setdefault(device, Status(device))
-            found = Workspace(group, device, status)
-        of_groups[group] = found
+            found = Workspace(inside, device, status)
+        found.given = ref(group)
+        of_groups[inside] = found
         _remember(found, _agreed_before.pop(group, {}))
-        _give_back([other for other in of_groups if is_destroyed(other)])
         _log_bound(timeout_s(group), settings.get().timeout_s is not None)
     return found
 
 
+def _ended(group: ProcessGroup) -> list[Workspace]:
+    """Of the groups that are destroyed, and of what was inside `group` before."""
+    return [
+        space
+        for space in workspaces()
+        if space.given() is group or (space.listed and not is_listed(space.group))
+    ]
+
+
 def _remember(space: Workspace, agreed: dict[Hashable, Any]) -> None:
-    """Take over what the group agreed on before `release`, if all ranks know the same of it: a
-    failure may have left one without. Collective.
+    """Take over what the group agreed on before its memory was given back, if all ranks know the
+    same of it: a failure may have left one without. Collective.
     """
     known = objects.all_gather([repr(key) for key in agreed], space.group)
     if all(one == known[0] for one in known):
@@ -82,16 +94,19 @@ def release(group: ProcessGroup | None = None, *, graphs_dropped: bool = False) 
     after a capture unless `graphs_dropped` says that no graph of before will be replayed. The next
     call of the group takes memory again and knows the plans of before, unless a call has failed.
     Groups that are destroyed lose their memory by themselves, at the latest when a call of a new
-    group comes.
+    group comes, as what was inside a framework's class does when another group is there. A group
+    that torch does not list keeps it until then. `TypeError` for what is no group.
     """
-    chosen = {one: space for one, space in of_groups.items() if group is None or one is group}
-    for space in chosen.values():
+    if group is not None and not isinstance(group, ProcessGroup):
+        expected = "a torch.distributed.ProcessGroup, or None for all, expected"
+        raise TypeError(f"release: group {group!r} given, {expected}")
+    inside = group and unwrapped(group)
+    chosen = [s for s in workspaces() if group is None or s.group is inside or s.given() is group]
+    for space in chosen:
         if reason := _why_held(space, graphs_dropped):
-            name = space.group.group_name
+            name = name_of(space.group)
             raise errors.WorkspaceError(f"release: the memory of group {name} is held: {reason}")
-    remembered = {one: space.agreed.copy() for one, space in chosen.items() if not space.has_failed}
-    _give_back([*chosen])
-    _agreed_before.update(remembered)
+    _give_back(chosen)
 
 
 def _why_held(space: Workspace, graphs_dropped: bool) -> str | None:
@@ -108,14 +123,15 @@ def _why_held(space: Workspace, graphs_dropped: bool) -> str | None:
     return None
 
 
-def _give_back(groups: list[ProcessGroup]) -> None:
-    for device in {of_groups[one].device for one in groups}:
+def _give_back(spaces: list[Workspace]) -> None:
+    for device in {space.device for space in spaces}:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    for one in groups:
-        of_groups.pop(one).close()
-    for one in [one for one in _agreed_before if is_destroyed(one)]:
-        del _agreed_before[one]
+    for space in spaces:
+        group = space.given()
+        if group is not None and not space.has_failed:
+            _agreed_before[group] = space.agreed.copy()
+        of_groups.pop(space.group).close()
     for device in {*_statuses} - {space.device for space in of_groups.values()}:
         del _statuses[device]  # which may say that a wait has ended
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron.symm import objects
-from flux_megatron.symm.groups import timeout_s
+from flux_megatron.symm.groups import store_of, timeout_s
 
 BLOCK_BYTES = {"cuda": 512 * 2**20, "cpu": 2**20}  # of one collective, where it is whole
 # The blocks last so many times as long as the longest candidate takes alone: a kernel that gets its
@@ -128,8 +128,7 @@ def second_communicator(group: ProcessGroup, device: torch.device) -> Any:
     """
     if group not in _seconds:
         nonce = objects.broadcast(uuid.uuid4().hex, group)
-        root = dist.distributed_c10d._get_default_store()
-        store = dist.PrefixStore(f"flux_megatron/beside/{nonce}", root)
+        store = dist.PrefixStore(f"flux_megatron/beside/{nonce}", store_of(group))
         limit = timedelta(seconds=timeout_s(group))
         made: Any
         if device.type == "cuda":

@@ -7,7 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import post_training as post
 import pytest
+import side_by_side as sbs
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from ranks import FUSED, on_cpu_ranks
+
+import flux_megatron
+from flux_megatron.integration import autoload, enabling, install, requirements
+from flux_megatron.integration.cpu_device import pretend_cuda
+from flux_megatron.overlap.report import note_call
 
 ROOT = Path(__file__).parents[2]
 BEGIN = {"torch first": "import torch", "Megatron first": "import megatron.core.parallel_state"}
@@ -122,3 +135,107 @@ def test_torch_can_be_imported_where_nobody_has_a_home_folder(installed, cache):
         given = f"={cache!r}, " if cache else " is not given, by default '~/.cache/flux_megatron', "
         error = f"ValueError: FLUX_MEGATRON_CACHE{given}expected a folder: no home folder is known"
         assert f"{error} here for ~\n" in done.stderr
+
+
+OF_ALL = ("tp", "tp_cp", "mp")
+OF_ONE = ("cp", "pp", "dp", "dp_cp", "ep", "expt_tp", "expt_dp", "tp_ep", "tp_ep_pp")
+
+
+@pytest.mark.parametrize("way", ["variable", "enable", "disable"])
+@on_cpu_ranks(2, environment=FUSED | {"FLUX_MEGATRON_STRICT": "1"})
+def test_a_model_with_groups_of_its_own(rank, way):
+    """As Megatron-Bridge's with `use_decentralized_pg`: nobody calls for Megatron's groups."""
+    pretend_cuda()
+    everybody, alone = dist.new_group([0, 1]), [dist.new_group([one]) for one in range(2)][rank]
+    groups = {**dict.fromkeys(OF_ALL, everybody), **dict.fromkeys(OF_ONE, alone)}
+    collection = ProcessGroupCollection(**groups, embd=None, pos_embd=None)
+    parallel_state._set_global_memory_buffer()
+
+    def build() -> GPTModel:
+        tensor_parallel.model_parallel_cuda_manual_seed(
+            7, force_reset_rng=True, tp_rank=rank, ep_rank=0, etp_rank=0
+        )
+        torch.manual_seed(7)
+        config = post.config(False, normalization="LayerNorm")
+        return GPTModel(
+            config,
+            post.get_gpt_layer_local_spec(),
+            post.VOCAB,
+            64,
+            position_embedding_type="rope",
+            pg_collection=collection,
+        )
+
+    def trained(model: GPTModel) -> list[torch.Tensor]:
+        tokens = torch.arange(8)[None]
+        y = model(tokens, tokens, None)
+        y.square().sum().backward()
+        return [y, *(parameter.grad for parameter in model.parameters())]
+
+    expected = trained(build())
+    autoload.arm()
+    if way == "enable":  # the program's own word is stronger
+        flux_megatron.enable(layers=["qkv"], strict=False)
+    if way == "disable":
+        flux_megatron.disable()
+    model = build()
+    ours = {"variable": sbs.ALL, "enable": {"linear_qkv"}, "disable": set()}[way]
+    assert sbs.ours(model) == ours
+    assert sbs.ours(build()) == ours
+    torch.testing.assert_close(trained(model), expected, rtol=0, atol=post.BOUND)
+    assert (enabling.made, len(flux_megatron.report().models)) == (2 * len(ours), bool(ours))
+    assert not parallel_state.model_parallel_is_initialized()
+    flux_megatron.disable()
+    assert sbs.ours(build()) == set()
+
+
+GROUPS = """
+import torch.distributed as dist
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+"""
+MEGATRON = "import torch, megatron.core.parallel_state\n"
+INITIALIZED = "megatron.core.parallel_state.initialize_model_parallel(1)\n"
+FORKS = "import os\nif not os.fork(): raise SystemExit\nos.wait()\n"
+SAID = "flux_megatron: FLUX_MEGATRON_ENABLE=1, but no layer of process "
+# program, strict, RANK: status, the reason
+UNUSED = {
+    "no model": (MEGATRON, "0", "0", 0, "megatron-core made no groups and no module"),
+    "no model, strict": (MEGATRON + FORKS, "1", "0", 1, "megatron-core made no groups and no mod"),
+    "another rank": (MEGATRON, "1", "1", 1, ""),
+    "no rank of a job": (MEGATRON, "1", None, 0, "megatron-core made no groups and no module"),
+    "no layer": (MEGATRON + GROUPS + INITIALIZED, "1", None, 1, "megatron-core built none of the"),
+    "without Megatron": ("import torch" + GROUPS, "1", "0", 0, "megatron-core was not imported"),
+    "a tool": ("import torch", "1", "0", 0, ""),
+    "its own word": (MEGATRON + "import flux_megatron; flux_megatron.enable()", "1", "0", 0, ""),
+    "an error": (MEGATRON + "raise KeyError", "1", "0", 1, ""),
+}
+
+
+@pytest.mark.parametrize("case", UNUSED)
+def test_a_variable_of_which_nothing_comes(installed, case):
+    program, strict, rank, status, why = UNUSED[case]
+    named = {"FLUX_MEGATRON_ENABLE": "1", "FLUX_MEGATRON_STRICT": strict}
+    done = run(program, installed, **named, **({"RANK": rank} if rank else {}))
+    assert done.returncode == status, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith(SAID)]
+    assert len(lines) == bool(why)
+    assert all(f"is ours: {why}" in line for line in lines)
+
+
+def test_what_is_said_at_exit(monkeypatch, capsys):
+    def said(process: int = os.getpid()) -> str:
+        monkeypatch.setattr(requirements, "_logged", set())
+        install._log_calls(process)
+        return capsys.readouterr().out
+
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    flux_megatron.reset_report()
+    nothing = "flux_megatron: no call came to our layers, so nothing was overlapped\n"
+    assert said() == nothing
+    assert said(os.getppid()) == ""  # a fork that makes no call
+    monkeypatch.setattr(sys, "last_value", KeyError(), raising=False)
+    assert said() == ""  # nothing of calls that an error forestalled
+    note_call("ag_gemm", "fused")
+    for process in (os.getpid(), os.getppid()):
+        assert said(process).startswith("flux_megatron: 1 of 1 calls overlapped")
+    flux_megatron.reset_report()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import re
 import weakref
 
 import post_training as post
@@ -160,6 +161,21 @@ def _chosen(rank: int) -> None:
     assert layer() is None  # `disable` keeps no model alive
 
 
+@sbs.on_tp_ranks(2)
+def test_the_report_has_each_model_once(rank):
+    flux_megatron.enable(layers=["qkv", "head"])
+    built = build(True)
+    sbs.one_step(built)
+    flux_megatron.disable()
+    model = with_our_norms(True)
+    for chosen, ours in ((["qkv"], 1), (None, 5)):
+        assert flux_megatron.replace(model, layers=chosen).ours == ours
+        assert [one.ours for one in flux_megatron.report().models] == [2, ours]
+        flux_megatron.disable()
+        assert [one.ours for one in flux_megatron.report().models] == [2]
+    assert flux_megatron.report().layers.total == 5
+
+
 @pytest.mark.parametrize("way", ["enable", "replace"])
 @sbs.on_tp_ranks(2)
 def test_experts_stay(rank, way):
@@ -217,8 +233,10 @@ def test_bad_options(options, expected):
 
 @sbs.on_tp_ranks(1)
 def test_models_that_cannot_be_replaced(rank):
-    with pytest.raises(ValueError, match=r"model is 'gpt', a torch.nn.Module or a list"):
-        flux_megatron.replace("gpt")
+    for wrong in ("gpt", ["gpt"], None):
+        expected = re.escape(f"replace: model {wrong!r} given, a torch.nn.Module or a list of them")
+        with pytest.raises(TypeError, match=expected):
+            flux_megatron.replace(wrong)
     model = build(False, tensor_model_parallel_size=1)
     names = kinds(model)
     model.output_layer.weight.main_grad = torch.zeros(1)
@@ -229,6 +247,19 @@ def test_models_that_cannot_be_replaced(rank):
     with pytest.raises(ValueError, match="fp8 is 'hybrid'"):
         flux_megatron.replace(model)
     assert kinds(model) == names
+
+
+@pytest.mark.parametrize(
+    ("model", "given"),
+    [(torch.nn.Linear(2, 2), "Linear"), ([], "an empty list"), ([torch.nn.ReLU()] * 2, "ReLU, Re")],
+)
+def test_a_replacement_of_nothing_is_said(model, given):
+    models = flux_megatron.report().models
+    said = f"replace: {given}.* given, a model with .* linear layers expected: nothing is replaced"
+    with pytest.warns(UserWarning, match=said) as seen:
+        assert flux_megatron.replace(model).total == 0
+    assert [one.filename for one in seen] == [__file__]
+    assert flux_megatron.report().models == models
 
 
 def test_another_megatron_is_refused_by_name(monkeypatch):

@@ -194,7 +194,7 @@ def log(module, iteration: int) -> None:
 
 
 def test_layers_are_reported_where_they_are_counted(monkeypatch):
-    monkeypatch.setattr(report_module, "_layers", [])
+    monkeypatch.setattr(report_module, "_models", [])
     module = training_module()
     metrics.log_with(module, None)
     for iteration in range(1, 5):
@@ -271,7 +271,7 @@ def test_installing_checks_counts_logs_and_compares(monkeypatch):
     calls, module = [], training_module(log_interval=1)
     monkeypatch.setattr(step_check, "confirm_step", lambda: calls.append("confirm"))
     monkeypatch.setattr(metrics.atexit, "register", lambda call, *_: calls.append(call.__name__))
-    monkeypatch.setattr(report_module, "_layers", [])
+    monkeypatch.setattr(report_module, "_models", [])
     monkeypatch.setattr(coverage, "_of_all_stages", lambda stage: stage)
     monkeypatch.setitem(sys.modules, metrics.TRAINING, module)
     step = types.SimpleNamespace(step=lambda: calls.append("update"))
