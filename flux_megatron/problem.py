@@ -116,6 +116,15 @@ class Tile:
     num_stages: int = 3
     tma: bool = False
 
+    def __post_init__(self) -> None:
+        powers = (self.block_m, self.block_n, self.block_k, self.num_warps)
+        if any(one < 1 or one & (one - 1) for one in powers):
+            raise ValueError(f"blocks and num_warps {powers} given, powers of two expected")
+        if min(self.group_m, self.num_stages) < 1:
+            raise ValueError(
+                f"group_m {self.group_m}, num_stages {self.num_stages} given, 1 or more expected"
+            )
+
 
 TRANSPORTS = ("copy_engine", "sm")
 MAX_GROUPS = 16  # wave groups of one GEMM

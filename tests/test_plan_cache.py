@@ -190,6 +190,9 @@ def read(folder: Path, text: str):
     return cache
 
 
+TOO_LARGE = {"strategy": "fused", "tile": vars(Tile(256, 256, num_stages=4))}
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -217,6 +220,10 @@ def read(folder: Path, text: str):
         (changed("measured", 1, "plan", "clusters", value=2), "fields .'clusters'., which"),
         (changed("weather", value="fine"), "entry: fields .'weather'., which this version"),
         (changed("noise_us", value=None), "entry.noise_us: None given, float expected"),
+        (changed("plan", "tile", "block_n", value=96), "128, 96, 64, 8. given, powers of two"),
+        (changed("plan", "tile", "num_stages", value=0), "num_stages 0 given, 1 or more expected"),
+        (changed("plan", "strategy", value="magic"), "ag_gemm M=8192 .* magic is not built for"),
+        (changed("plan", value=TOO_LARGE), "by .*: a tile of 256 x 256 x 64 .* shared memory"),
     ],
 )
 def test_what_cannot_be_read_is_left_out_with_a_reason(tmp_path, text, reason):

@@ -35,6 +35,11 @@ def default_plan(problem: Problem) -> Plan:
     return Plan("sequential")
 
 
+def why_not(problem: Problem, plan: Plan) -> str | None:
+    """None: there is nothing to it."""
+    return None
+
+
 def candidates(problem: Problem) -> list[Plan]:
     """Plans worth measuring: the default plan."""
     return [default_plan(problem)]

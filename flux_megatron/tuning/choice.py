@@ -87,7 +87,7 @@ def _measured_plan(problem: Problem, table: PlanTable, space: Workspace) -> Plan
     plan = table.measured(problem)
     if plan is None or plan.strategy == "sequential":
         return None
-    return None if registry.refusal(problem, plan.strategy, space.unavailable) else plan
+    return None if registry.refusal(problem, plan.strategy, space.unavailable, plan) else plan
 
 
 def _may_race(space: Workspace) -> bool:

@@ -115,9 +115,14 @@ def read_file(kind: type[E], file: Path) -> tuple[list[E], list[str]]:
     left_out: list[str] = []
     for number, raw in enumerate(content["entries"]):
         try:
-            entries.append(decode(kind, raw, "entry"))
-        except ValueError as error:  # noqa: PERF203, the others of the file may be good
+            entry = decode(kind, raw, "entry")
+        except ValueError as error:  # the others of the file may be good
             left_out.append(f", entry {number}: {error}")
+            continue
+        if reason := entry.why_not():
+            left_out.append(f", entry {number}: {entry.problem} by {entry.plan.dumps()}: {reason}")
+        else:
+            entries.append(entry)
     return entries, left_out
 
 
