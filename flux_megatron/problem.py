@@ -116,15 +116,6 @@ class Tile:
     num_stages: int = 3
     tma: bool = False
 
-    def __post_init__(self) -> None:
-        powers = (self.block_m, self.block_n, self.block_k, self.num_warps)
-        if any(one < 1 or one & (one - 1) for one in powers):
-            raise ValueError(f"blocks and num_warps {powers} given, powers of two expected")
-        if min(self.group_m, self.num_stages) < 1:
-            raise ValueError(
-                f"group_m {self.group_m}, num_stages {self.num_stages} given, 1 or more expected"
-            )
-
 
 TRANSPORTS = ("copy_engine", "sm")
 MAX_GROUPS = 16  # wave groups of one GEMM
@@ -170,6 +161,14 @@ class Plan:
             )
         if self.comm_sms < 0:
             raise ValueError(f"comm_sms {self.comm_sms} given, 0 or more expected")
+        tile = self.tile
+        powers = (tile.block_m, tile.block_n, tile.block_k, tile.num_warps)
+        if any(one < 1 or one & (one - 1) for one in powers):
+            raise ValueError(f"blocks and num_warps {powers} given, powers of two expected")
+        if min(tile.group_m, tile.num_stages) < 1:
+            raise ValueError(
+                f"group_m {tile.group_m}, num_stages {tile.num_stages} given, 1 or more expected"
+            )
 
     @lru_cache(maxsize=1024)  # noqa: B019, a plan is a value
     def dumps(self) -> str:

@@ -195,7 +195,7 @@ def test_a_kernel_that_one_gpu_cannot_hold_is_a_late_rank_to_the_other(rank):
             call()
     else:
         late = pytest.raises(errors.SignalTimeout, match="for words of rank 1: epoch 2 expected")
-        with late:  # noqa: PT012
+        with late:
             call()
             flux_megatron.synchronize()
         assert time.monotonic() - started < 5
