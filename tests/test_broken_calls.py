@@ -21,6 +21,7 @@ import flux_megatron
 from flux_megatron import errors, ops, pieces
 from flux_megatron.kernels.triton_launch import Launcher, OutOfResources
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
+from flux_megatron.overlap import calls
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm.device import copy_engine
 from flux_megatron.symm.status import Status
@@ -174,10 +175,15 @@ def test_a_kernel_that_no_gpu_can_hold_breaks_nothing(rank, kind):
         check(replace(case, plan=Plan("sequential")))
 
 
+@pytest.mark.parametrize("captures", [False, True])
 @on_device_ranks(2, environment=SHORT)
-def test_a_kernel_that_no_gpu_can_hold_breaks_a_call_whose_rows_are_sent(rank):
-    with mock.patch.object(Launcher, "_launch", too_large), pytest.raises(OutOfResources):
-        check(Case("ag_gemm", 6, 8, 4))
+def test_else_a_kernel_that_no_gpu_can_hold_breaks_the_call(rank, captures):
+    """A call whose rows are sent, and one in a capture, which has begun otherwise."""
+    case = BY_KERNEL["tiles"][0] if captures else Case("ag_gemm", 6, 8, 4)
+    captured = mock.patch.object(calls, "capturing", return_value=captures)
+    refused_launch = mock.patch.object(Launcher, "_launch", too_large)
+    with refused_launch, captured, pytest.raises(OutOfResources):
+        check(case)
     dist.barrier()
     assert "OutOfResources" in refused(errors.GroupBroken, lambda: check(Case("gemm_rs", 5, 7, 3)))
 

@@ -7,15 +7,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import DEVICE, on_device_ranks
 
-from flux_megatron import shipped
-from flux_megatron.overlap import low_latency_plans, registry
+from flux_megatron import ops, shipped
+from flux_megatron.kernels.shared_memory import stages_bytes
+from flux_megatron.overlap import fused, low_latency_plans, registry
 from flux_megatron.overlap.low_latency import MOST_ROWS
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
-from flux_megatron.tuning import plan_cache
+from flux_megatron.tuning import choice, plan_cache
 from flux_megatron.tuning.plan_entry import Entry
 from flux_megatron.tuning.plan_table import RANGES, PlanTable, for_rows, range_of
 
@@ -132,6 +137,56 @@ def test_a_plan_that_does_not_fit_is_refused_with_its_bytes(strategy, reason):
     assert said is None or said.startswith(reason)
     if strategy != "hopper":  # of which a CPU has none
         assert registry.why_not(replace(DECODING, device="cpu"), Plan("fused", tile=LARGE)) is None
+
+
+@pytest.mark.parametrize(
+    ("tile", "dtype", "capability", "compiled"),
+    [
+        (Tile(128, 64, 128, num_stages=5), "bfloat16", 9, 245_760),
+        (Tile(64, 64, 128, num_stages=5), "bfloat16", 9, 163_840),
+        (Tile(32, 64, 128, num_stages=5), "bfloat16", 9, 98_304),
+        (Tile(128, 64, 128, num_stages=4), "bfloat16", 8, 147_456),
+        (Tile(128, 128, 64, num_stages=4), "bfloat16", 10, 131_072),
+        (Tile(128, 32, 32), "float32", 9, 40_960),
+        (Tile(64, 64, 32), "float32", 8, 32_768),
+        (Tile(128, 128, 128), "float8_e4m3fn", 9, 98_304),
+        (Tile(128, 128, 128), "float8_e4m3fn", 8, 65_536),
+        (Tile(64, 64, 32, num_stages=1), "bfloat16", 8, 8_192),
+    ],
+)
+def test_the_stages_of_a_tile(tile, dtype, capability, compiled):
+    """As Triton 3.7 compiles them, for sm_80, sm_89, sm_90 and sm_100."""
+    assert stages_bytes(tile, getattr(torch, dtype).itemsize, capability) == compiled
+
+
+def test_a_measured_plan_counts_where_the_strategys_own_does_not_fit(monkeypatch):
+    small, space = Plan("fused", tile=Tile(16, 16, 16)), SimpleNamespace(unavailable=None)
+    fits = {small}
+    monkeypatch.setattr(
+        fused, "why_not", lambda problem, plan: None if plan in fits else "too large"
+    )
+    problem = Problem(Pattern.AG_GEMM, 64, 32, 32, "float32", 2, device="cpu")
+    own = fused.default_plan(problem)
+    assert registry.refusal(problem, "fused", None) == "too large"
+    assert registry.refusal(problem, "fused", None, small) is None
+    table = PlanTable({64: small}, {*RANGES})
+    assert choice.choose(problem, table, space) == (small, None)
+    fits.clear()
+    assert choice.choose(problem, table, space) == (Plan("pipelined"), None)
+    fits.add(own)
+    assert choice.choose(problem, table, space) == (own, None)
+
+
+@on_device_ranks(2)
+def test_a_given_plan_that_does_not_fit_is_refused_before_the_call(rank):
+    """On every rank, and the group goes on."""
+    x, w = torch.ones(8, 4, device=DEVICE), torch.ones(8, 4, device=DEVICE)
+    with mock.patch.object(fused, "why_not", return_value="a tile of much"):
+        for plan in (Plan("fused", tile=Tile(16, 16, 16)), Plan("fused", tile=LARGE)):
+            with pytest.raises(ValueError, match="cannot run: a tile of much"):
+                ops.gemm_reduce_scatter(x, w, dist.group.WORLD, plan=plan)
+    y = ops.gemm_reduce_scatter(x, w, dist.group.WORLD, plan=Plan("fused", tile=Tile(16, 16, 16)))
+    assert torch.equal(y, torch.full_like(y, 8))
 
 
 def test_what_does_not_fit_is_no_candidate(monkeypatch):
