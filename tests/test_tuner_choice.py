@@ -3,6 +3,7 @@
 """
 
 import contextlib
+import errno
 import io
 import os
 import warnings
@@ -205,6 +206,18 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(rank, tmp_path):
     said = [str(one.message) for one in said if "flux_megatron" in str(one.message)]
     assert len(said) == (rank == 0)
     assert all("a measured plan is not kept:" in text for text in said)
+
+
+@on_device_ranks(2, environment=CACHE)
+def test_a_cache_that_cannot_be_read_costs_a_warning(rank):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with mock.patch("os.listdir", side_effect=OSError(errno.ESTALE, "Stale file handle")):
+            check(SMALL)
+    said = [str(one.message) for one in said if "measured plans are left out" in str(one.message)]
+    assert len(said) == 2 * (rank == 0), "the user's folder, and the one we ship"
+    assert all("[Errno 116] Stale file handle" in text for text in said)
+    assert report().calls == {("ag_gemm", RULED): 1}
 
 
 @on_device_ranks(2, environment=ON)
