@@ -162,7 +162,7 @@ def test_no_room_for_sequential_on_one_rank_is_known_before_a_collective(rank, p
     assert agreed(measured(problem, plans)).failed == ()
 
 
-@pytest.mark.parametrize(("renewals", "fails_at"), [(0, 1), (1, 1), (1, 2)])
+@pytest.mark.parametrize(("renewals", "fails_at"), [(0, 1), (1, 1), (1, 2), (1, 3)])
 @on_device_ranks(2)
 def test_no_symmetric_memory_for_a_trial_is_no_measurement(rank, renewals, fails_at):
     """Not at its beginning, and not after a plan that failed, in its first turn or later."""
