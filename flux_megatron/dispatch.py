@@ -180,7 +180,7 @@ def _new_decision(
         blockwise=scaling is not None and scaling.blockwise,
         wire=scaling is not None and scaling.wire,
     )  # fmt: skip
-    if plan and (reason := registry.refusal(problem, plan.strategy, space.unavailable)):
+    if plan and (reason := registry.refusal(problem, plan.strategy, space.unavailable, plan)):
         error = f"{problem}: the plan {plan.dumps()} cannot run: {reason}"
         refuse(error, space.group, space.device)
     table, fallback = choice.agreed_table(problem, plan, space), None

@@ -161,6 +161,14 @@ class Plan:
             )
         if self.comm_sms < 0:
             raise ValueError(f"comm_sms {self.comm_sms} given, 0 or more expected")
+        tile = self.tile
+        powers = (tile.block_m, tile.block_n, tile.block_k, tile.num_warps)
+        if any(one < 1 or one & (one - 1) for one in powers):
+            raise ValueError(f"blocks and num_warps {powers} given, powers of two expected")
+        if min(tile.group_m, tile.num_stages) < 1:
+            raise ValueError(
+                f"group_m {tile.group_m}, num_stages {tile.num_stages} given, 1 or more expected"
+            )
 
     @lru_cache(maxsize=1024)  # noqa: B019, a plan is a value
     def dumps(self) -> str:

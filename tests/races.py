@@ -20,7 +20,7 @@ def some_problem(pattern: str, layout: str = "nt", M: int = 12, dtype: str = "fl
     return Problem(Pattern(pattern), M, 24, 36, dtype, dist.get_world_size(), layout, DEVICE)
 
 
-def measured(problem: Problem, plans: list[Plan], **options) -> Entry | None:
+def measured(problem: Problem, plans: list[Plan], **options) -> Entry:
     return tuner.measure(Trial, problem, plans, dist.group.WORLD, here(), **options)
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -17,7 +19,10 @@ from ranks import DEVICE, FUSED, here, on_device_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops, pieces
+from flux_megatron.kernels.triton_launch import Launcher, OutOfResources
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
+from flux_megatron.overlap import calls
+from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm.device import copy_engine
 from flux_megatron.symm.status import Status
 from flux_megatron.symm.workspace import workspace
@@ -25,7 +30,7 @@ from flux_megatron.symm.workspace import workspace
 SHORT = FUSED | {"FLUX_MEGATRON_TIMEOUT_S": "6"}
 
 
-def refused(kind: type[Exception], call: Callable) -> str:
+def refused(kind: type[Exception] | tuple[type[Exception], ...], call: Callable) -> str:
     """What a call says that must not wait for anybody."""
     started = time.monotonic()
     with pytest.raises(kind) as caught:
@@ -144,6 +149,65 @@ def test_errors_before_a_call_break_nothing(rank):
     scatter.finish()
     check(Case("gemm_rs", 3, 8, 4))
     check(Case("ag_gemm", 6, 8, 4))
+
+
+def too_large(*given: object) -> None:
+    raise OutOfResources(245_760, 232_448, "shared memory")
+
+
+FEW = Plan("low_latency", tile=Tile(16, 16, 16))
+# calls that begin with their kernel: nothing has been sent when the GPU refuses it
+BY_KERNEL = {
+    "words": [Case(name, 2, 8, 4, plan=FEW) for name in ("ag_gemm", "gemm_rs")],
+    "tiles": [Case("gemm_rs", 5, 7, 3)],
+}
+
+
+@pytest.mark.parametrize("kind", BY_KERNEL)
+@on_device_ranks(2, environment=SHORT)
+def test_a_kernel_that_no_gpu_can_hold_breaks_nothing(rank, kind):
+    """All ranks fail alike, before and after calls that succeed, and another plan goes on."""
+    for case in BY_KERNEL[kind] * 2:
+        with mock.patch.object(Launcher, "_launch", too_large), pytest.raises(OutOfResources):
+            check(case)
+        assert not workspace(dist.group.WORLD, here()).open_calls()
+        check(case)
+        check(replace(case, plan=Plan("sequential")))
+
+
+@pytest.mark.parametrize("captures", [False, True])
+@on_device_ranks(2, environment=SHORT)
+def test_else_a_kernel_that_no_gpu_can_hold_breaks_the_call(rank, captures):
+    """A call whose rows are sent, and one in a capture, which has begun otherwise."""
+    case = BY_KERNEL["tiles"][0] if captures else Case("ag_gemm", 6, 8, 4)
+    captured = mock.patch.object(calls, "capturing", return_value=captures)
+    refused_launch = mock.patch.object(Launcher, "_launch", too_large)
+    with refused_launch, captured, pytest.raises(OutOfResources):
+        check(case)
+    dist.barrier()
+    assert "OutOfResources" in refused(errors.GroupBroken, lambda: check(Case("gemm_rs", 5, 7, 3)))
+
+
+@on_device_ranks(2, environment=SHORT | {"FLUX_MEGATRON_TIMEOUT_S": "2"}, fresh=True)
+def test_a_kernel_that_one_gpu_cannot_hold_is_a_late_rank_to_the_other(rank):
+    """Soon enough, and the rank whose call was taken back learns it at its next one."""
+    x, w = torch.ones(2, 4, device=DEVICE), torch.ones(8, 4, device=DEVICE)
+    call = partial(ops.gemm_reduce_scatter, x, w, dist.group.WORLD, plan=FEW)
+    call()
+    dist.barrier()
+    started = time.monotonic()
+    if rank == 1:
+        with mock.patch.object(Launcher, "_launch", too_large), pytest.raises(OutOfResources):
+            call()
+    else:
+        late = pytest.raises(errors.SignalTimeout, match="for words of rank 1: epoch 2 expected")
+        with late:
+            call()
+            flux_megatron.synchronize()
+        assert time.monotonic() - started < 5
+    dist.barrier()
+    text = refused((errors.GroupBroken, errors.SignalTimeout), call)
+    assert "rank 0 of group 0 waited 2 s" in text
 
 
 @on_device_ranks(2, environment=SHORT)

@@ -179,16 +179,23 @@ def test_tables_of_bands_that_a_graph_holds_are_not_released(rank):
 
 @on_device_ranks(2, environment=PIPELINED | {"FLUX_MEGATRON_TIMEOUT_S": "2"})
 def test_a_group_that_is_broken_works_again_when_its_memory_is_released(rank):
+    """What its ranks agreed on before they agree on anew: a rank may have failed in the middle."""
     check(SCATTER)
-
+    before = dict(workspace(dist.group.WORLD, here()).agreed)
     if rank == 0:
         x, w = torch.ones(10, 3, device=DEVICE), torch.ones(7, 3, device=DEVICE)
         with pytest.raises(errors.SignalTimeout):  # noqa: PT012, the second on GPUs
             ops.gemm_reduce_scatter(x, w, dist.group.WORLD)
             flux_megatron.synchronize()
     dist.barrier()
+    if rank == 1:  # which learns it
+        with pytest.raises(errors.GroupBroken):
+            workspace(dist.group.WORLD, here()).ask()
     flux_megatron.release()
     check(SCATTER)
+    after = workspace(dist.group.WORLD, here()).agreed
+    assert after.keys() == before.keys()
+    assert not any(after[key] is before[key] for key in before)
 
 
 @on_cpu_ranks(2)

@@ -181,7 +181,7 @@ def test_a_default_tile_is_resident_in_full(monkeypatch):
         resident = (227 << 10) // (tile.num_stages * stage_bytes)
         assert parts * cdiv(N, tile.block_n) <= resident * low_latency_plans.SMS, problem
         assert parts == 1 or problem.K_local // parts >= low_latency_plans.LEAST_K
-        for other in low_latency.candidates(replace(problem, M=2 * rows)):
+        for other in registry.candidates(replace(problem, M=2 * rows), "low_latency"):
             columns = next_power_of_2(max(16, 2 * rows)) + other.tile.block_n
             assert other.tile.num_stages * 2 * other.tile.block_k * columns <= 227 << 10
         assert layout == "nt" or tile.block_n >= 64

@@ -2,14 +2,19 @@
 other formats, with fields of later versions, or broken.
 """
 
+import errno
 import json
 import multiprocessing
+import os
+import pkgutil
 import re
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields, replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -190,6 +195,9 @@ def read(folder: Path, text: str):
     return cache
 
 
+TOO_LARGE = {"strategy": "fused", "tile": vars(Tile(256, 256, num_stages=4))}
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -217,6 +225,10 @@ def read(folder: Path, text: str):
         (changed("measured", 1, "plan", "clusters", value=2), "fields .'clusters'., which"),
         (changed("weather", value="fine"), "entry: fields .'weather'., which this version"),
         (changed("noise_us", value=None), "entry.noise_us: None given, float expected"),
+        (changed("plan", "tile", "block_n", value=96), "128, 96, 64, 8. given, powers of two"),
+        (changed("plan", "tile", "num_stages", value=0), "num_stages 0 given, 1 or more expected"),
+        (changed("plan", "strategy", value="magic"), "ag_gemm M=8192 .* magic is not built for"),
+        (changed("plan", value=TOO_LARGE), "by .*: a tile of 256 x 256 x 64 .* shared memory"),
     ],
 )
 def test_what_cannot_be_read_is_left_out_with_a_reason(tmp_path, text, reason):
@@ -225,6 +237,52 @@ def test_what_cannot_be_read_is_left_out_with_a_reason(tmp_path, text, reason):
     assert re.search(reason, error)
     # the others of the file stay
     assert cache.entries == ([at(64)] if at(64).dumps() in text else [])
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES, errno.EBUSY])
+@pytest.mark.parametrize("where", ["os.listdir", "os.stat", "pathlib.Path.read_text"])
+def test_a_file_system_that_fails_is_a_miss_with_its_reason(tmp_path, where, code):
+    """One folder of two; `stat` is not asked."""
+    mine, ours = tmp_path / "mine", tmp_path / "ours"
+    for folder in (mine, ours):
+        plan_cache.store(folder, ENTRY)
+    whole = pkgutil.resolve_name(where)
+
+    def fail(path: Path, *given, **options):
+        if mine in (path, *Path(path).parents):
+            raise OSError(code, os.strerror(code), str(path))
+        return whole(path, *given, **options)
+
+    with mock.patch(where, fail):
+        cache = opened(mine, ours)
+    assert len(cache.entries) == (2 if where == "os.stat" else 1)
+    for reason in cache.left_out:
+        assert reason.startswith(str(mine / "h200"))
+        assert f"[Errno {code}] {os.strerror(code)}" in reason
+    assert len(cache.left_out) == 2 - len(cache.entries)
+
+
+@pytest.mark.parametrize(
+    "where", ["tempfile.NamedTemporaryFile", "os.chmod", "os.replace", "write"]
+)
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path, where):
+    file = plan_cache.store(tmp_path, ENTRY)
+    full, begin = OSError(errno.ENOSPC, "No space left"), tempfile.NamedTemporaryFile
+
+    def begun(*given, **options):
+        partial = begin(*given, **options)
+        partial.write = mock.Mock(side_effect=full)
+        return partial
+
+    fails = (
+        mock.patch(where, side_effect=full)
+        if "." in where
+        else mock.patch("tempfile.NamedTemporaryFile", begun)
+    )
+    with fails, pytest.raises(OSError, match="No space left"):
+        plan_cache.store(tmp_path, replace(ENTRY, plan=PLAIN))
+    assert [*file.parent.iterdir()] == [file]
+    assert opened(tmp_path).entries == [ENTRY]
 
 
 @pytest.mark.parametrize("field", ["comm_rows", "tile", "splits", "transport"])

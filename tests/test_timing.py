@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -53,6 +54,25 @@ def test_a_failure_on_one_rank_is_a_failure_on_all(rank):
     }
     del candidates["good"]
     assert race(candidates, group=dist.group.WORLD, device=CPU).times_us == {}
+
+
+@on_cpu_ranks(2, limit_s=20)
+def test_a_failure_in_a_timed_round_ends_the_race_alike_on_all(rank):
+    """The first one: what failed later may have failed because of it. Ranks stay in step."""
+    turns: list[str] = []
+
+    def candidate(name: str) -> None:
+        turns.append(name)
+        if len(turns) in ((6, 9) if rank else (7,)):  # b; of rank 0 c, then of rank 1 a
+            raise MemoryError(f"no room for {name}")
+
+    calls = {name: partial(candidate, name) for name in "abcd"}
+    given = {"group": dist.group.WORLD, "device": CPU, "rounds": 3, "warmup": 0}
+    with pytest.raises(timing.FailedLater) as caught:
+        race(calls, **given)
+    assert (caught.value.name, caught.value.why) == ("b", "rank 1: MemoryError: no room for b")
+    assert turns == [*"abcd"] * 3
+    agreed(race(calls, **given).times_us)
 
 
 def test_host_time_is_that_of_one_call():

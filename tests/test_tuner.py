@@ -2,6 +2,7 @@
 plan has won: ties, noise, and run-offs of what noise cannot tell apart.
 """
 
+import itertools
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,13 +14,23 @@ import torch
 from races import FakeRace, agreed, defaults, measured, some_problem
 from ranks import DEVICE, on_device_ranks
 
-from flux_megatron.overlap import fused, registry
+from flux_megatron import errors
+from flux_megatron.overlap import fused, registry, sequential
 from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.symm.space import Workspace
 from flux_megatron.tuning import beside, tuner
 from flux_megatron.tuning.plan_entry import Entry
 from flux_megatron.tuning.timing import Race, race
+from flux_megatron.tuning.trial import Trial
 
 PLAIN, FUSED, PIPELINED = Plan("sequential"), Plan("fused"), Plan("pipelined")
+
+
+def why_not_measured(problem: Problem, plans: list[Plan]) -> str:
+    """The same on all ranks."""
+    with pytest.raises(tuner.NotMeasured) as caught:
+        measured(problem, plans)
+    return agreed(str(caught.value))
 
 
 @on_device_ranks(3)
@@ -107,7 +118,8 @@ def test_plans_are_measured_beside_others(rank):
 def test_no_room_for_the_blocks_beside_is_no_measurement(rank):
     beside._block = mock.Mock(side_effect=beside.NoRoom("no bytes for an all-reduce beside"))
     problem = replace(some_problem("ag_gemm"), beside=True)
-    assert measured(problem, defaults(problem, "sequential", "pipelined")) is None
+    plans = defaults(problem, "sequential", "pipelined")
+    assert why_not_measured(problem, plans) == "no bytes for an all-reduce beside"
 
 
 @on_device_ranks(2, limit_s=240)
@@ -129,7 +141,66 @@ def test_no_room_for_operands_on_one_rank_is_known_to_all(rank):
     if rank == 1:
         races.Trial = mock.Mock(side_effect=torch.OutOfMemoryError("no room"))
     problem = some_problem("ag_gemm")
-    assert measured(problem, defaults(problem, "sequential", "fused")) is None
+    plans = defaults(problem, "sequential", "fused")
+    assert why_not_measured(problem, plans) == "rank 1: OutOfMemoryError: no room"
+
+
+@pytest.mark.parametrize(("pattern", "layout"), [*itertools.product(Pattern, ("nt", "nn"))])
+@on_device_ranks(2, limit_s=20)
+def test_no_room_for_sequential_on_one_rank_is_known_before_a_collective(rank, pattern, layout):
+    """The other rank would wait in it; and the group's own collectives go on."""
+    problem = some_problem(pattern, layout)
+    plans, taken = defaults(problem, "sequential", "pipelined"), []
+
+    def gemm(*given: object) -> torch.Tensor:
+        taken.append(given)
+        raise torch.OutOfMemoryError("no room")
+
+    with mock.patch.object(sequential, "_gemm", gemm if rank else sequential._gemm):
+        assert why_not_measured(problem, plans) == "rank 1: OutOfMemoryError: no room"
+    assert len(taken) == rank
+    assert agreed(measured(problem, plans)).failed == ()
+
+
+@pytest.mark.parametrize(("renewals", "fails_at"), [(0, 1), (1, 1), (1, 2), (1, 3)])
+@on_device_ranks(2)
+def test_no_symmetric_memory_for_a_trial_is_no_measurement(rank, renewals, fails_at):
+    """Not at its beginning, and not after a plan that failed, in its first turn or later."""
+    problem = some_problem("ag_gemm")
+    reserve, renewed = Trial.reserve, []
+
+    def refuse(self: Trial, space: Workspace) -> None:
+        if len(renewed) == renewals:
+            raise errors.WorkspaceError("ranks cannot share memory")
+        renewed.append(space)
+        reserve(self, space)
+
+    turns = [fused.ag_gemm] * (fails_at - 1) + [mock.Mock(side_effect=MemoryError("no room"))] * 9
+    fails = mock.patch.object(fused, "ag_gemm", lambda *given: turns.pop(0)(*given))
+    with mock.patch.object(Trial, "reserve", refuse), fails:
+        said = why_not_measured(problem, defaults(problem, "sequential", "fused", "pipelined"))
+    assert said == "WorkspaceError: ranks cannot share memory"
+    assert len(renewed) == renewals
+
+
+@on_device_ranks(2)
+def test_where_sequential_fails_nothing_is_measured(rank):
+    problem = some_problem("ag_gemm")
+    plans = defaults(problem, "sequential", "pipelined")
+
+    def learn_wrongly(self: Trial) -> None:
+        self._expected = [torch.full((12, 12), torch.nan, device=DEVICE)]
+
+    with mock.patch.object(Trial, "learn", learn_wrongly):
+        said = why_not_measured(problem, plans)
+    assert said.startswith("sequential failed: ArithmeticError: y differs by up to nan")
+    fails = mock.Mock(side_effect=RuntimeError("tired"))
+
+    def tired(candidates, **options) -> Race:
+        return race({n: fails if n == tuner.AGAIN else c for n, c in candidates.items()}, **options)
+
+    tuner.race = tired
+    assert why_not_measured(problem, plans) == "sequential failed: RuntimeError: tired"
 
 
 @on_device_ranks(2)

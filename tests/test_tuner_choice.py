@@ -3,6 +3,7 @@
 """
 
 import contextlib
+import errno
 import io
 import os
 import warnings
@@ -26,6 +27,7 @@ from flux_megatron.symm.agreement import Agreement
 from flux_megatron.tuning import choice, environment, plan_cache, plan_table, tuner
 from flux_megatron.tuning.plan_entry import Entry, Measured
 from flux_megatron.tuning.plan_table import RANGES, PlanTable, for_rows, raced_as, range_of
+from flux_megatron.tuning.trial import Trial
 
 RULED = "fused" if DEVICE == "cpu" else "sequential"  # of few rows, unmeasured
 SMALL, LARGER = Case("ag_gemm", 6, 5, 4), Case("ag_gemm", 64, 5, 4)
@@ -206,6 +208,44 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(rank, tmp_path):
     assert all("a measured plan is not kept:" in text for text in said)
 
 
+@on_device_ranks(2, environment=CACHE)
+def test_a_cache_that_cannot_be_read_costs_a_warning(rank):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with mock.patch("os.listdir", side_effect=OSError(errno.ESTALE, "Stale file handle")):
+            check(SMALL)
+    said = [str(one.message) for one in said if "measured plans are left out" in str(one.message)]
+    assert len(said) == 2 * (rank == 0), "the user's folder, and the one we ship"
+    assert all("[Errno 116] Stale file handle" in text for text in said)
+    assert report().calls == {("ag_gemm", RULED): 1}
+
+
+@on_device_ranks(2, environment=ON)
+def test_a_race_without_memory_is_said_once_and_the_rule_chooses(rank, tmp_path):
+    """No M of the range tries it again."""
+    refuse = mock.Mock(side_effect=errors.WorkspaceError("no symmetric memory"))
+    said = io.StringIO()
+    with mock.patch.object(Trial, "reserve", refuse), contextlib.redirect_stderr(said):
+        for rows in (6, 6, 7, 9):
+            check(replace(SMALL, M_shard=rows))
+    assert refuse.call_count == 1
+    reason = "the rule chooses its plan: WorkspaceError: no symmetric memory\n"
+    assert said.getvalue().count(reason) == said.getvalue().count("flux_megatron") == (rank == 0)
+    assert report().calls == {("ag_gemm", RULED): 4}
+    assert not [*tmp_path.rglob("*.json")]
+
+
+@on_device_ranks(2, environment=ON)
+def test_fp8_is_not_raced(rank):
+    """A trial has no scales."""
+    x, w = (torch.ones(16, 32, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
+    given = {"x_scale": torch.ones(1, device=DEVICE), "w_scale": torch.ones(1, device=DEVICE)}
+    with mock.patch.object(tuner, "measure", side_effect=AssertionError("raced")):
+        y = ops.all_gather_gemm(x, w, dist.group.WORLD, **given, out_dtype=torch.bfloat16)
+    assert torch.equal(y, torch.full_like(y, 32))
+    assert report().calls == {("ag_gemm", RULED): 1}
+
+
 @on_device_ranks(2, environment=ON)
 def test_measuring_leaves_the_run_alone(rank):
     torch.manual_seed(5)
@@ -270,6 +310,8 @@ def test_the_second_range_of_training_races_all_of_them():
     table.settled |= {10, 11, 12}
     assert all(table.unsettled(M) == [] for M in range(800, 20000, 100))
     assert table.unsettled(64) == [6], "few rows alone"
+    assert PlanTable({4096: PLAIN}).unsettled(64) == [6], "decoding races no range of training"
+    assert PlanTable({64: PLAIN}).unsettled(4096) == [12], "nor does training's first range"
 
 
 @pytest.mark.parametrize(

@@ -65,10 +65,9 @@ class Trial(AnyTrial[ExpertEntry]):
 
 def measure(
     problem: ExpertProblem, group: ProcessGroup, device: torch.device, rounds: int = tuner.ROUNDS
-) -> ExpertEntry | None:
-    """Time all strategies that can run; the same entry on every rank. Collective.
-
-    None if there is no memory for the operands on some rank, or `sequential` fails.
+) -> ExpertEntry:
+    """Time all strategies that can run; the same entry on every rank. Collective, as
+    `tuner.measure`.
     """
     plans = candidates(problem, workspace(group, device))
     return tuner.measure(Trial, problem, plans, group, device, rounds=rounds)

@@ -19,6 +19,7 @@ from flux_megatron.kernels import launch
 from flux_megatron.kernels.gemm_tile import gemm_tile_part
 from flux_megatron.kernels.hopper_config import SHARED_BYTES
 from flux_megatron.kernels.primitives import count_acq_rel_gpu
+from flux_megatron.kernels.shared_memory import FEW_ROWS, HOPPER, stages_bytes
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.word_primitives import fence_sys, send_words
 from flux_megatron.problem import Tile
@@ -109,7 +110,6 @@ def sum_of_parts(
     return acc, last
 
 
-MOST_ROWS = 32  # beyond, wgmma takes its operands from shared memory
 OF_AN_SM, OF_A_THREAD = 1 << 16, 255
 RESERVED_BYTES = 1 << 10  # of shared memory, by CUDA, for each CTA
 
@@ -125,12 +125,11 @@ def registers_of(
     alone, ptxas often limits a thread to 96 or 128 of them, spills some, and loads an operand right
     before its product: up to 14 % of a call.
     """
-    if device.type == "cpu" or torch.cuda.get_device_capability(device)[0] != 9:
+    if device.type == "cpu" or torch.cuda.get_device_capability(device)[0] != HOPPER:
         return 0
-    if tile.block_m > MOST_ROWS or layout != "nt" or dtype.itemsize != 2:
+    if tile.block_m > FEW_ROWS or layout != "nt" or dtype.itemsize != 2:
         return 0
-    # Triton keeps one stage less than it counts where MMAs read registers
-    stages_bytes = (tile.num_stages - 1) * (tile.block_m + tile.block_n) * tile.block_k * 2
-    fitting = max(1, SHARED_BYTES // (stages_bytes + RESERVED_BYTES))
+    cta_bytes = stages_bytes(tile, dtype.itemsize, HOPPER) + RESERVED_BYTES
+    fitting = max(1, SHARED_BYTES // cta_bytes)
     resident = min(fitting, cdiv(work_tiles, launch.sms(device)))
     return min(OF_A_THREAD, OF_AN_SM // (resident * tile.num_warps * 32) // 8 * 8)

@@ -34,6 +34,7 @@ from flux_megatron.versions.triton import run_expands_descriptors, runs_directly
 # of this process, by kernel
 launches: Counter[str] = Counter()
 _runtime = triton.knobs.runtime
+OutOfResources = triton.OutOfResources  # raised before anything of the launch is enqueued
 _compiled: dict[tuple, Any] = {}  # kernels, by all that they were compiled for
 
 

@@ -21,6 +21,7 @@ from flux_megatron.overlap.lists import Lists, Made, lists_of
 from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Plan
 from flux_megatron.scaling import Scaling
+from flux_megatron.symm.device import capturing
 from flux_megatron.symm.enqueue import MADE, TABLE, Operand, X
 from flux_megatron.symm.program import Builder, CallProgram
 from flux_megatron.symm.program_steps import Torch
@@ -243,12 +244,22 @@ class InFlight:
     # The two executors of a segment.
 
     def _by_python(self) -> None:
-        for name, steps in self.program.steps(self._at):
-            with phase(name) if name else _UNNAMED:
-                for step in steps:
-                    step.run(self)
-                    if isinstance(step, Torch):
-                        self._follow_others()
+        """A call that begins with a kernel for which the GPU has too little is taken back: nobody
+        waits for it yet, and the other ranks, whose GPUs are alike, do the same.
+        """
+        enqueued = self._at > 0
+        try:
+            for name, steps in self.program.steps(self._at):
+                with phase(name) if name else _UNNAMED:
+                    for step in steps:
+                        step.run(self)
+                        enqueued = True
+                        if isinstance(step, Torch):
+                            self._follow_others()
+        except triton_launch.OutOfResources:
+            if not enqueued and not capturing(self.space.device):
+                self._take_back()
+            raise
 
     def _by_c(self, lists: Lists) -> bool:
         """False, and nothing enqueued, if the first list of a call refuses."""

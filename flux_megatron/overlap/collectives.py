@@ -1,8 +1,12 @@
-"""The wait for a collective of a group, also of one to which another rank does not come."""
+"""Collectives of a group in the background, and the wait for one, also of one to which another rank
+does not come.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +14,27 @@ import torch.distributed as dist
 from flux_megatron.symm.space import Workspace
 
 _LOOK_S = 0.05
+
+
+class Alone:
+    """Stands for a workspace in a call of this rank alone, which takes the memory of a call with
+    the others.
+    """
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.device, self.group = workspace.device, workspace.group
+
+
+def start(
+    collective: Callable[..., Any], *tensors: torch.Tensor, workspace: Workspace | Alone
+) -> dist.Work | None:
+    """Begin a collective of torch.distributed's. None for one rank `Alone`, which sends nothing and
+    waits for nobody.
+    """
+    if isinstance(workspace, Alone):
+        return None
+    work: dist.Work = collective(*tensors, group=workspace.group, async_op=True)
+    return work
 
 
 def wait(work: dist.Work, workspace: Workspace) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from flux_megatron.kernels import ag_gemm as ag_gemm_kernels
 from flux_megatron.kernels import gemm_rs as gemm_rs_kernels
-from flux_megatron.kernels import hopper_gemm, launch
+from flux_megatron.kernels import hopper_gemm, launch, shared_memory
 from flux_megatron.kernels.sizes import next_power_of_2
 from flux_megatron.overlap import calls, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
@@ -33,6 +33,11 @@ def default_plan(problem: Problem) -> Plan:
     """One communication tile a shard, and a tile that suits the device."""
     tile_of = _interpreted_tile if problem.device == "cpu" else _compiled_tile
     return Plan("fused", tile=tile_of(problem))
+
+
+def why_not(problem: Problem, plan: Plan) -> str | None:
+    """Why no call of the problem has this plan, or None."""
+    return shared_memory.refuses(problem, plan.tile, stores_by_tma=True)
 
 
 def candidates(problem: Problem) -> list[Plan]:

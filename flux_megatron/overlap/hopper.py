@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = True
 default_plan, candidates = hopper_plans.default_plan, hopper_plans.candidates
+why_not = hopper_plans.why_not
 
 
 def supports(problem: Problem) -> str | None:

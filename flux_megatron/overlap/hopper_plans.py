@@ -6,7 +6,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flux_megatron.kernels.hopper_config import LOW, NARROW, TILE, wide_tile
+import torch
+
+from flux_megatron.kernels.hopper_config import (
+    LOW,
+    NARROW,
+    SLICE_COLUMNS,
+    TILE,
+    slice_buffers,
+    wide_tile,
+)
 from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.problem import Plan, Problem, Tile
@@ -60,6 +69,18 @@ def _tile_of(problem: Problem, tile: Tile) -> Tile:
     if tile.block_m == TILE.block_m and (problem.split_accumulator or wide_sums):
         tile = replace(NARROW, num_stages=5) if wide_sums else NARROW
     return replace(tile, block_k=2 * tile.block_k)
+
+
+def why_not(problem: Problem, plan: Plan) -> str | None:
+    """Why no call of the problem has this plan, or None: shared memory holds a slice of a stored
+    tile beside the stages, of GEMM+RS and GEMM+AR the whole tile.
+    """
+    tile, out_dtype = plan.tile, getattr(torch, problem.out_dtype) if problem.scaled else None
+    slices = 1 if problem.spec.gathers else tile.block_n // SLICE_COLUMNS
+    if (fitting := slice_buffers(tile, out_dtype)) >= slices:
+        return None
+    shape = f"{tile.block_m} x {tile.block_n} x {tile.block_k} in {tile.num_stages} stages"
+    return f"a tile of {shape} leaves room for {fitting} slices of results, {slices} expected"
 
 
 def candidates(problem: Problem) -> list[Plan]:

@@ -26,6 +26,7 @@ PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 MOST_ROWS, half_bytes = gemv_ar_kernels.MOST_ROWS, gemv_ar_kernels.half_bytes
 NEEDS_SYMMETRIC_MEMORY = True
 default_plan, candidates = low_latency_plans.default_plan, low_latency_plans.candidates
+why_not = low_latency_plans.why_not
 
 
 def supports(problem: Problem) -> str | None:

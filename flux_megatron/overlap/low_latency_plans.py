@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-from flux_megatron.kernels.hopper_config import SHARED_BYTES
+from flux_megatron.kernels import shared_memory
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2, rows_of
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Problem, Tile
@@ -41,7 +41,7 @@ def default_plan(problem: Problem) -> Plan:
 
 
 def candidates(problem: Problem) -> list[Plan]:
-    """Plans worth measuring: tiles of other shapes, and one phase instead of two."""
+    """Plans worth measuring, if they fit: tiles of other shapes, and one phase instead of two."""
     default = default_plan(problem)
     if problem.device == "cpu" or problem.dtype == "float32":
         return [default]
@@ -54,6 +54,12 @@ def candidates(problem: Problem) -> list[Plan]:
     if problem.pattern is Pattern.GEMM_AR:
         plans.append(replace(default, two_phase=not default.two_phase))
     return plans
+
+
+def why_not(problem: Problem, plan: Plan) -> str | None:
+    """Why no call of the problem has this plan, or None: with more rows a tile may not fit."""
+    tile = replace(plan.tile, block_m=rows_of(problem.M))
+    return shared_memory.refuses(problem, tile, stores_by_tma=False)
 
 
 def _tile(block_n: int, block_k: int, stages: int, tma: bool = False, num_warps: int = 4) -> Tile:
@@ -113,19 +119,14 @@ TILES = (
 
 
 def _plans_on_hopper(problem: Problem, two_phase: bool) -> list[Plan]:
-    """The default, then all others whose stages fit; TMA from 33 rows on."""
+    """The default, then all others; TMA from 33 rows on."""
     first = next(kind for kind in TILES if kind.holds(problem))
     kinds = [kind for kind in TILES if kind.tile.tma <= (problem.M > 32)]
-    kinds = [kind for kind in kinds if _stages_bytes(problem, kind.tile) <= SHARED_BYTES]
     plans = [
         Plan("low_latency", tile=kind.tile, splits=kind.splits(problem), two_phase=two_phase)
         for kind in (first, *kinds)
     ]
     return [*dict.fromkeys(plans)]
-
-
-def _stages_bytes(problem: Problem, tile: Tile) -> int:
-    return tile.num_stages * (rows_of(problem.M) + tile.block_n) * tile.block_k * 2
 
 
 @cache

@@ -52,6 +52,11 @@ def default_plan(problem: Problem) -> Plan:
     return Plan("pipelined")
 
 
+def why_not(problem: Problem, plan: Plan) -> str | None:
+    """None: every number of splits is possible."""
+    return None
+
+
 def candidates(problem: Problem) -> list[Plan]:
     """Plans worth measuring: one GEMM a shard, as few as overlap, or one."""
     fewer = [2, 1] if problem.spec.gathers and problem.world_size > 2 else [1]

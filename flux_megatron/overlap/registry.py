@@ -34,9 +34,9 @@ class ReductionInFlight(Protocol):
 class Strategy(Protocol):
     """How patterns overlap: a module of this folder. `PATTERNS` are those that it can compute.
 
-    `supports` says why it cannot run a problem, or None; `candidates` are plans worth measuring
-    beside `default_plan`. Those that support FP8 take a `scaling` in their other
-    functions too.
+    `supports` says why it cannot run a problem, or None, and `why_not` the same of a plan for one
+    that it supports; `candidates` are plans worth measuring beside `default_plan`. Those that
+    support FP8 take a `scaling` in their other functions too.
     """
 
     @property
@@ -46,6 +46,8 @@ class Strategy(Protocol):
     def PATTERNS(self) -> tuple[Pattern, ...]: ...
 
     def supports(self, problem: Problem) -> str | None: ...
+
+    def why_not(self, problem: Problem, plan: Plan) -> str | None: ...
 
     def default_plan(self, problem: Problem) -> Plan: ...
 
@@ -97,14 +99,26 @@ def strategy(problem: Problem, name: str) -> Strategy:
     return STRATEGIES[problem.pattern][name]
 
 
-def refusal(problem: Problem, name: str, unavailable: str | None) -> str | None:
-    """Why the strategy cannot run the problem, or None. `unavailable` says why there is no
-    symmetric memory between the ranks, or is None.
+def refusal(
+    problem: Problem, name: str, unavailable: str | None, plan: Plan | None = None
+) -> str | None:
+    """Why the strategy cannot run the problem by this plan, or by its default one, or None.
+    `unavailable` says why there is no symmetric memory between the ranks, or is None.
     """
     if name not in STRATEGIES[problem.pattern]:
         return f"{name} is not built for {problem.pattern}"
     one = strategy(problem, name)
-    return (unavailable if one.NEEDS_SYMMETRIC_MEMORY else None) or one.supports(problem)
+    reason = (unavailable if one.NEEDS_SYMMETRIC_MEMORY else None) or one.supports(problem)
+    return reason or one.why_not(problem, plan or one.default_plan(problem))
+
+
+def why_not(problem: Problem, plan: Plan) -> str | None:
+    """Why the plan is none for the problem, whoever supports it here, or None: asked of every plan
+    that is read or adapted to other rows.
+    """
+    if plan.strategy not in STRATEGIES[problem.pattern]:
+        return f"{plan.strategy} is not built for {problem.pattern}"
+    return strategy(problem, plan.strategy).why_not(problem, plan)
 
 
 def overlapping(
@@ -123,7 +137,8 @@ def overlapping(
 def candidates(problem: Problem, name: str) -> list[Plan]:
     """The plans of a strategy that are worth measuring; its default plan is the first."""
     module = strategy(problem, name)
-    return [*dict.fromkeys([module.default_plan(problem), *module.candidates(problem)])]
+    plans = dict.fromkeys([module.default_plan(problem), *module.candidates(problem)])
+    return [plan for plan in plans if module.why_not(problem, plan) is None]
 
 
 def gather_plan(problem: Problem, plan: Plan) -> Plan:

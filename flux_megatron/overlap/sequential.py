@@ -35,6 +35,11 @@ def default_plan(problem: Problem) -> Plan:
     return Plan("sequential")
 
 
+def why_not(problem: Problem, plan: Plan) -> str | None:
+    """None: there is nothing to it."""
+    return None
+
+
 def candidates(problem: Problem) -> list[Plan]:
     """Plans worth measuring: the default plan."""
     return [default_plan(problem)]
@@ -69,7 +74,7 @@ def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> UnderWay:
         out, rows = (gathered, x)
         if is_fp8(x):  # no collective knows these dtypes
             out, rows = gathered.view(torch.uint8), x.view(torch.uint8)
-        work = dist.all_gather_into_tensor(out, rows, group=workspace.group, async_op=True)
+        work = collectives.start(dist.all_gather_into_tensor, out, rows, workspace=workspace)
     return UnderWay(gathered, work, workspace)
 
 
@@ -195,7 +200,7 @@ def start_gemm_rs(
         partial = scaled_gemm(x, w, None, scaling) if scaling else _gemm(x, w, layout)
     y = partial.new_empty(partial.shape[0] // workspace.group.size(), partial.shape[1])
     with phase("reduce-scatter"):
-        work = dist.reduce_scatter_tensor(y, partial, group=workspace.group, async_op=True)
+        work = collectives.start(dist.reduce_scatter_tensor, y, partial, workspace=workspace)
     return UnderWay(y, work, workspace, partial)
 
 
@@ -204,7 +209,7 @@ def start_gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Work
     with phase("gemm chunk"):
         y = _gemm(x, w, layout)
     with phase("all-reduce"):
-        work = dist.all_reduce(y, group=workspace.group, async_op=True)
+        work = collectives.start(dist.all_reduce, y, workspace=workspace)
     return UnderWay(y, work, workspace)
 
 

@@ -46,6 +46,11 @@ def default_plan(problem: Problem) -> Plan:
     return _plan(problem, GROUPS, 0 if problem.spec.gathers else COMM_SMS)
 
 
+def why_not(problem: Problem, plan: Plan) -> str | None:
+    """Why no call of the problem has this plan, or None. A library's GEMM has its own tiles."""
+    return None if problem.spec.gathers else fused.why_not(problem, plan)
+
+
 def candidates(problem: Problem) -> list[Plan]:
     """Plans worth measuring where no model predicts better ones: fewer and more groups."""
     return [_plan(problem, groups, COMM_SMS) for groups in (GROUPS, 2, 8)]

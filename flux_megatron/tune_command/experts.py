@@ -45,7 +45,7 @@ def run(wanted: Sequence[ExpertProblem], again: bool) -> None:
     """
     with joined(wanted[0].device) as (group, device):
 
-        def measure(problem: ExpertProblem, watch: object) -> ExpertEntry | None:
+        def measure(problem: ExpertProblem, watch: object) -> ExpertEntry:
             return tune.measure(problem, group, device)
 
         find = partial(plans.kept, device=device)

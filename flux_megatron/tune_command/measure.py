@@ -79,7 +79,7 @@ def joined(
 
 def measure_all(
     problems: Sequence[P], group: dist.ProcessGroup, device: torch.device, again: bool,
-    find: Callable[[P], E | None], measure: Callable[[P, Watch], E | None],
+    find: Callable[[P], E | None], measure: Callable[[P, Watch], E],
 ) -> list[E]:  # fmt: skip
     """The entry of each problem, as found or as measured now. Rank 0 has them; it shows tables and
     writes the user's cache.
@@ -90,12 +90,12 @@ def measure_all(
             watch = partial(_show, status, f"{number} of {len(problems)}: {problem}")
             entry = None if again else find(problem)
             known = tuner.leaders(group, entry is not None)
-            if not known:
-                entry = measure(problem, watch)
-            if dist.get_rank() != 0:
+            try:
+                entry = entry if known else measure(problem, watch)
+            except tuner.NotMeasured as error:
+                console.print(f"{problem}: not measured: {error}", style="red", markup=False)
                 continue
-            if entry is None:
-                console.print(f"[red]{problem}: no memory, or `sequential` failed: not kept[/red]")
+            if dist.get_rank() != 0 or entry is None:
                 continue
             if not known:
                 plan_cache.keep(entry, settings.get().cache, device)
@@ -110,7 +110,7 @@ def _show(status: Status, title: str, plan: Plan) -> None:
 
 def _measured(
     group: dist.ProcessGroup, device: torch.device, problem: Problem, watch: Watch
-) -> Entry | None:
+) -> Entry:
     unavailable = workspace(group, device).unavailable
     names, _ = registry.overlapping(problem, "auto", unavailable)
     plans = tuner.candidates(problem, names)

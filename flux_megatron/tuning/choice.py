@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from flux_megatron import settings
@@ -87,7 +88,7 @@ def _measured_plan(problem: Problem, table: PlanTable, space: Workspace) -> Plan
     plan = table.measured(problem)
     if plan is None or plan.strategy == "sequential":
         return None
-    return None if registry.refusal(problem, plan.strategy, space.unavailable) else plan
+    return None if registry.refusal(problem, plan.strategy, space.unavailable, plan) else plan
 
 
 def _may_race(space: Workspace) -> bool:
@@ -115,6 +116,8 @@ def _race(problem: Problem, ranges: list[int], table: PlanTable, space: Workspac
                 break
             if entry := _measured(one, plans[one], space):
                 table.points[one.M] = entry.plan
+    if space.device.type == "cuda":  # no symmetric memory comes from what trials have left there
+        torch.cuda.empty_cache()
 
 
 def _compile(plans: list[tuple[Problem, Plan]], space: Workspace) -> None:
@@ -146,10 +149,15 @@ def _measured(problem: Problem, plans: list[Plan], space: Workspace) -> Entry | 
         timed = time.monotonic()
 
     given = Trial, problem, plans, space.group, space.device
-    entry = tuner.measure(*given, rounds=ROUNDS, all_ran=all_ran)
-    _spent_s += time.monotonic() - timed
-    if entry is None:
+    try:
+        entry = tuner.measure(*given, rounds=ROUNDS, all_ran=all_ran)
+    except tuner.NotMeasured as error:
+        if dist.get_rank() == 0:
+            said = f"{problem} is not raced, the rule chooses its plan: {error}"
+            print(f"flux_megatron: {said}", file=sys.stderr)
         return None
+    finally:
+        _spent_s += time.monotonic() - timed
     if space.group.rank() == 0:
         plan_cache.keep(entry, settings.get().cache, space.device)
     if dist.get_rank() == 0:

@@ -15,6 +15,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -94,10 +95,18 @@ def read_folders(kind: type[E], *folders: Path) -> tuple[list[E], list[str]]:
     """All entries of the folders' JSON files, and what was left out."""
     entries: list[E] = []
     left_out: list[str] = []
-    for file in (file for folder in folders for file in sorted(folder.glob("*.json"))):
-        found, reasons = read_file(kind, file)
-        entries += found
-        left_out += [f"{file}{reason}" for reason in reasons]
+    for folder in folders:
+        try:
+            names = sorted(name for name in os.listdir(folder) if name.endswith(".json"))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:  # a network's file system has many
+            left_out.append(f"{folder}: {error}")
+            continue
+        for file in (folder / name for name in names):
+            found, reasons = read_file(kind, file)
+            entries += found
+            left_out += [f"{file}{reason}" for reason in reasons]
     return entries, left_out
 
 
@@ -115,9 +124,14 @@ def read_file(kind: type[E], file: Path) -> tuple[list[E], list[str]]:
     left_out: list[str] = []
     for number, raw in enumerate(content["entries"]):
         try:
-            entries.append(decode(kind, raw, "entry"))
-        except ValueError as error:  # noqa: PERF203, the others of the file may be good
+            entry = decode(kind, raw, "entry")
+        except ValueError as error:  # the others of the file may be good
             left_out.append(f", entry {number}: {error}")
+            continue
+        if reason := entry.why_not():
+            left_out.append(f", entry {number}: {entry.problem} by {entry.plan.dumps()}: {reason}")
+        else:
+            entries.append(entry)
     return entries, left_out
 
 
@@ -125,12 +139,18 @@ def write_file(file: Path, entries: Iterable[AnyEntry]) -> None:
     """Replace `file` by the entries, one a line; readers see the old file or the new one."""
     lines = ",\n".join(entry.dumps() for entry in entries)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
+    partial = tempfile.NamedTemporaryFile(  # noqa: SIM115, it is closed below
         "w", dir=file.parent, prefix=f".{file.stem}.", suffix=".partial", delete=False
-    ) as partial:
-        partial.write(f'{{"format": {FORMAT}, "entries": [\n{lines}\n]}}\n')
-    os.chmod(partial.name, 0o644)  # temporary files are private
-    os.replace(partial.name, file)
+    )
+    try:
+        with partial:
+            partial.write(f'{{"format": {FORMAT}, "entries": [\n{lines}\n]}}\n')
+        os.chmod(partial.name, 0o644)  # temporary files are private
+        os.replace(partial.name, file)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(partial.name)
+        raise
 
 
 def store(folder: Path, entry: AnyEntry) -> Path:

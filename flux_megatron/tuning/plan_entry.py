@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
+from flux_megatron.overlap import registry
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.tuning.environment import Environment
 
@@ -58,6 +59,10 @@ class AnyEntry:
         """The entry as one line of JSON."""
         return json.dumps(dataclasses.asdict(self))
 
+    def why_not(self) -> str | None:
+        """Why its plan is none for its problem, or None."""
+        return None
+
 
 @dataclass(frozen=True)
 class Entry(AnyEntry):
@@ -66,6 +71,9 @@ class Entry(AnyEntry):
     FILE = "{0.pattern}_{0.M}x{0.N}x{0.K}_{0.layout}_{0.dtype}_tp{0.world_size}"
 
     problem: Problem
+
+    def why_not(self) -> str | None:
+        return registry.why_not(self.problem, self.plan)
 
 
 def decode(kind: Any, raw: Any, where: str) -> Any:

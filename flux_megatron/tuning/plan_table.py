@@ -75,16 +75,15 @@ class PlanTable:
 
 
 def for_rows(plan: Plan, M: int, problem: Problem) -> Plan:
-    """The plan of M rows as one of the problem's rows: with as many communication tiles, and with
-    the strategy's own wave groups.
+    """The plan of M rows as one of the problem's rows: with as many communication tiles. The
+    strategy's own plan in place of one with wave groups, or of one that these rows do not allow.
     """
-    if plan.group_rows and M != problem.M:
-        return registry.strategy(problem, plan.strategy).default_plan(problem)
-    M_shard = M // problem.world_size
-    if not plan.comm_rows or M == problem.M:
-        return plan
-    comm_tiles = cdiv(M_shard, plan.comm_rows)
-    return replace(plan, comm_rows=cdiv(problem.M_shard, comm_tiles))
+    if M != problem.M and plan.comm_rows:
+        comm_tiles = cdiv(M // problem.world_size, plan.comm_rows)
+        plan = replace(plan, comm_rows=cdiv(problem.M_shard, comm_tiles))
+    if (M != problem.M and plan.group_rows) or registry.why_not(problem, plan):
+        return _default(problem, plan.strategy)
+    return plan
 
 
 def ruled(problem: Problem, names: Sequence[str]) -> Plan:

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,16 @@ class Race:
         return statistics.median(self.times_us[name])
 
 
+class FailedLater(RuntimeError):
+    """Which candidate failed in a timed round, on which ranks and how. Times of this race are
+    worth nothing: what it left behind may have ended others early.
+    """
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"{name}: {why}")
+        self.name, self.why = name, why
+
+
 def race(
     candidates: Mapping[str, Candidate], *, group: ProcessGroup, device: torch.device,
     rounds: int = 12, warmup: int = 3, beside: bool = False, collective: str = "all_reduce",
@@ -51,8 +62,9 @@ def race(
     """Time the candidates in `rounds` rounds, each of which runs every candidate once.
 
     Collective: every rank of `group` brings the same names in the same order. A candidate that
-    raises in its `warmup` calls on any rank is out on all of them. A rank that does not come is
-    found by the candidate's own time limit and by that of `group`.
+    raises in its `warmup` calls on any rank is out on all of them; one that raises later ends the
+    race by `FailedLater`, on every rank. A rank that does not come is found by the candidate's own
+    time limit and by that of `group`.
 
     With `beside` every timed call runs beside such collectives of another communicator, which have
     started before it on every rank; `beside.NoRoom`, on every rank, if there is no memory for them.
@@ -65,12 +77,11 @@ def race(
     if not running:
         workspace.check()
         return Race({}, failures)
-    calls = [*running.values()]
     load = None
     if beside:
-        alone_us, _ = _slowest(calls, group, device, 1, None)
+        alone_us, _ = _slowest(running, group, device, 1, None)
         load = Load(group, device, alone_us.max().item(), collective)
-    times_us, outlived = _slowest(calls, group, device, rounds, load)
+    times_us, outlived = _slowest(running, group, device, rounds, load)
     workspace.check()
     return Race(
         dict(zip(running, times_us.t().tolist(), strict=True)),
@@ -80,30 +91,61 @@ def race(
 
 
 def _slowest(
-    calls: list[Candidate], group: ProcessGroup, device: torch.device, rounds: int,
+    candidates: Mapping[str, Candidate], group: ProcessGroup, device: torch.device, rounds: int,
     load: Load | None,
 ) -> Tensor:  # fmt: skip
     """Times in microseconds, and 1 where `load` ended first: [2, rounds, candidates], the largest
-    over the ranks.
+    over the ranks. A rank where a candidate fails takes its turns to the end, as the others do.
     """
     timed = _cuda_turn if device.type == "cuda" else _cpu_turn
-    turns = [timed(call, group, device, load) for _ in range(rounds) for call in calls]
+    failed: list[tuple[int, str, str]] = []  # in which turn, who, and how
+
+    def attempt(name: str, call: Candidate) -> None:
+        try:
+            call()
+        except Exception as error:
+            failed.append((len(turns), name, f"{type(error).__name__}: {error}"))
+
+    turns: list[tuple[float, bool]] = []
+    for _ in range(rounds):
+        for name, call in candidates.items():
+            turns.append(timed(partial(attempt, name, call), group, device, load))
+    if first := [one[0] for one in objects.all_gather(failed[:1], group) if one]:
+        turn, name, _ = min(first)
+        said = (why for number, _, why in failed if number == turn)
+        raise FailedLater(name, _of_ranks(next(said, ""), group))
     found = torch.tensor(turns, dtype=torch.float64, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return found.t().reshape(2, rounds, len(calls))
+    return found.t().reshape(2, rounds, len(candidates))
 
 
 def _warm_up(call: Candidate, group: ProcessGroup, device: torch.device, warmup: int) -> str:
-    """Run the candidate; "" or, on all ranks alike, which ranks failed and how."""
-    said = ""
-    try:
+    """Run the candidate; what `failure_of` says."""
+
+    def run() -> None:
         for _ in range(warmup):
             call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         workspace.check()
+
+    return failure_of(run, group)
+
+
+def failure_of(step: Callable[[], object], group: ProcessGroup) -> str:
+    """Take the step; "" or, on all ranks alike, which ranks failed and how. Collective: a step that
+    has collectives of its own fails on all ranks, or before the first of them on all.
+    """
+    said = ""
+    try:
+        step()
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
+    return _of_ranks(said, group)
+
+
+def _of_ranks(said: str, group: ProcessGroup) -> str:
+    """What all ranks say, or each one that says something. Collective."""
     answers = objects.all_gather(said, group)
     if len(set(answers)) == 1:
         return said

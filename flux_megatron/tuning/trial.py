@@ -14,13 +14,13 @@ chosen.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic
+from typing import Any, Generic, cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron.overlap import low_latency, registry
+from flux_megatron.overlap import collectives, low_latency, registry
 from flux_megatron.overlap.registry import forward
 from flux_megatron.overlap.transfer import GATHER, SCATTER, WORDS
 from flux_megatron.problem import Plan, Problem
@@ -36,7 +36,7 @@ TOLERANCE = 0.25  # of the root mean square: a stale tile is off by 1 and more, 
 
 
 class AnyTrial(Generic[E]):
-    """Operands of one problem on this rank; `begin` it before anything else.
+    """Operands of one problem on this rank: `renew`, `rehearse` and `learn` before anything else.
 
     Calls run in a workspace of the trial's own. A plan that fails may leave that unusable: `renew`
     it.
@@ -54,13 +54,18 @@ class AnyTrial(Generic[E]):
         dtype = getattr(torch, self.problem.dtype)
         return torch.randn(shape, dtype=dtype, device=self.device, generator=self._random)
 
-    def begin(self) -> None:
-        """Take a workspace, and learn what the plans must give. Collective."""
-        self.renew()
+    def rehearse(self) -> None:
+        """Take the memory of `sequential` once, without the other ranks: a rank that has too little
+        says so here, not when others are in its collectives.
+        """
+
+    def learn(self) -> None:
+        """What the plans must give. Collective."""
         self._expected = self.outputs(Plan("sequential"))
 
     def renew(self) -> None:
-        """Take a new workspace, large enough for every call. Collective.
+        """Take a new workspace, large enough for every call. Collective, and it fails on all ranks
+        alike.
 
         A call that made it grow, while another rank fails before it gets there, would hang.
         """
@@ -135,6 +140,14 @@ class Trial(AnyTrial[Entry]):
             _reserve(space, SCATTER, whole * element)
         if p.pattern in low_latency.PATTERNS and low_latency.supports(p) is None:
             _reserve(space, WORDS, low_latency.words_bytes(p), WordChannel)
+
+    def rehearse(self) -> None:
+        space = self._space
+        self._space = cast(Workspace, collectives.Alone(space))
+        try:
+            self.outputs(Plan("sequential"))
+        finally:
+            self._space = space
 
     def call(self, plan: Plan) -> Callable[[], Tensor]:
         """The forward operation, or the whole backward; gives y or dx."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from datetime import datetime, timezone
 from typing import Any
 
@@ -24,7 +24,7 @@ from flux_megatron.symm import objects
 from flux_megatron.tuning import environment
 from flux_megatron.tuning.beside import NoRoom
 from flux_megatron.tuning.plan_entry import E, Failed, Measured
-from flux_megatron.tuning.timing import race
+from flux_megatron.tuning.timing import Candidate, FailedLater, Race, failure_of, race
 from flux_megatron.tuning.trial import AnyTrial
 
 ROUNDS, RUN_OFF = 12, 4  # of a run-off so many times the rounds
@@ -43,80 +43,91 @@ def candidates(problem: Problem, names: Sequence[str]) -> list[Plan]:
     return [sequential.default_plan(problem), *ordered]
 
 
+class NotMeasured(Exception):
+    """Why a problem has no measurement; every rank has the same."""
+
+
 def measure(
     kind: type[AnyTrial[E]], problem: Any, plans: Sequence[Plan], group: ProcessGroup,
     device: torch.device, *, rounds: int = ROUNDS, watch: Watch = lambda plan: None,
     all_ran: Callable[[], None] = lambda: None,
-) -> E | None:  # fmt: skip
+) -> E:  # fmt: skip
     """Time the plans in `rounds` rounds; the first is `sequential`. The same entry on every rank.
 
-    None if there is no memory for the operands of a trial of this `kind`, or `sequential` itself
-    fails. `watch` is told each plan before its turn; `all_ran`, when each has run once, which
-    compiles and loads kernels. A problem `beside` others is raced beside all-reduces.
+    `NotMeasured`, on every rank, if one has no memory for a trial of this `kind`, or `sequential`
+    itself fails. `watch` is told each plan before its turn; `all_ran`, when each has run once,
+    which compiles and loads kernels. A problem `beside` others is raced beside all-reduces.
     """
-    trial = None
-    with suppress(torch.OutOfMemoryError):
-        trial = kind(problem, group, device)
-    if not all(objects.all_gather(trial is not None, group)) or trial is None:
-        return None
-    # its symmetric memory is the run's; all ranks alike have no room
-    with suppress(NoRoom), closing(trial):
-        trial.begin()
-        return _raced(trial, plans, rounds, watch, all_ran)
-    return None
+    made: list[AnyTrial[E]] = []
+    _take(lambda: made.append(kind(problem, group, device)), group)
+    with closing(made[0]) as trial:
+        for step in (trial.renew, trial.rehearse, trial.learn):
+            _take(step, group)
+        try:
+            return _raced(trial, plans, rounds, watch, all_ran)
+        except NoRoom as error:
+            raise NotMeasured(str(error)) from None
+
+
+def _take(step: Callable[[], object], group: ProcessGroup) -> None:
+    if failure := failure_of(step, group):
+        raise NotMeasured(failure)
 
 
 def _raced(
     trial: AnyTrial[E], plans: Sequence[Plan], rounds: int, watch: Watch,
     all_ran: Callable[[], None],
-) -> E | None:  # fmt: skip
+) -> E:  # fmt: skip
     group = trial.group
     running: list[Plan] = []
     failed: list[Failed] = []
     for plan in plans:
         watch(plan)
-        call = {"": trial.verified(plan)}
-        warm = race(call, group=group, device=trial.device, rounds=1, warmup=1)
+        warm = _race(trial, {"": trial.verified(plan)}, rounds=1, warmup=1)
         if warm.failures:
             failed.append(Failed(plan, warm.failures[""]))
-            trial.renew()
+            if not running:
+                raise NotMeasured(f"sequential failed: {warm.failures['']}")
+            _take(trial.renew, group)
         else:
             running.append(plan)
-        if not running:
-            return None
     all_ran()
 
     times_us = _final(trial, running, failed, rounds)
-    if not times_us:
-        return None
     settled = settle(times_us, plans[0])
     fastest, won = leaders(group, (_fastest(times_us), settled[0]))
     if fastest != won:
-        again = _final(trial, [plans[0], fastest], failed, RUN_OFF * rounds)
-        settled = settle(again, plans[0]) if again else settled
+        settled = settle(_final(trial, [plans[0], fastest], failed, RUN_OFF * rounds), plans[0])
     return leaders(group, _entry(trial, plans, failed, times_us, rounds, settled))
 
 
 def _final(
     trial: AnyTrial[E], plans: Sequence[Plan], failed: list[Failed], rounds: int
 ) -> dict[str, list[float]]:
-    """Times of the plans, by their text, and of `AGAIN`; nothing if `sequential` fails.
+    """Times of the plans, by their text, and of `AGAIN`.
 
-    Where another plan fails all others run anew, without it and without what it left behind.
+    Where another plan than `sequential` fails all others run anew, without it and without what it
+    left behind.
     """
     calls = {plan.dumps(): trial.call(plan) for plan in plans}
     calls[AGAIN] = trial.call(plans[0])
-    result = race(
-        calls, group=trial.group, device=trial.device, rounds=rounds, beside=trial.problem.beside
-    )
+    result = _race(trial, calls, rounds=rounds, beside=trial.problem.beside)
     if not result.failures:
         return result.times_us
-    if {AGAIN, plans[0].dumps()} & result.failures.keys():
-        return {}
+    for name in {AGAIN, plans[0].dumps()} & result.failures.keys():
+        raise NotMeasured(f"sequential failed: {result.failures[name]}")
     failed += [Failed(Plan.loads(text), why) for text, why in result.failures.items()]
-    trial.renew()
+    _take(trial.renew, trial.group)
     running = [plan for plan in plans if plan.dumps() not in result.failures]
     return _final(trial, running, failed, rounds)
+
+
+def _race(trial: AnyTrial[E], calls: Mapping[str, Candidate], **options: Any) -> Race:
+    """`race`, where a failure is one, whenever it comes."""
+    try:
+        return race(calls, group=trial.group, device=trial.device, **options)
+    except FailedLater as error:
+        return Race({}, {error.name: error.why})
 
 
 def settle(times_us: Mapping[str, Sequence[float]], plain: Plan) -> tuple[Plan, float]:

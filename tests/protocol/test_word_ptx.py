@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from compiled_apart import named
@@ -22,7 +23,11 @@ from ptx_order import (
     check_needed,
 )
 
+from flux_megatron.kernels.hopper_config import BARRIERS_BYTES
+from flux_megatron.kernels.shared_memory import HOPPER, stages_bytes
+from flux_megatron.kernels.sizes import rows_of
 from flux_megatron.overlap import low_latency_plans
+from flux_megatron.problem import Pattern, Problem
 
 SCRIPT = "compile_words.py"
 pytestmark = pytest.mark.timeout(300)
@@ -180,6 +185,18 @@ def test_copies_are_asynchronous_and_fit(compiled):
         columns = int(name.split(" N=")[1].split()[0])
         several = columns > 64 * low_latency_plans.SMS
         assert (1 + several) * kernel["shared_bytes"] <= 227 * 1024, name
+
+
+def test_a_plan_knows_the_memory_of_its_kernel(compiled, monkeypatch):
+    """To the byte, but for the barriers of TMA."""
+    monkeypatch.setattr(low_latency_plans, "_on_hopper", lambda: True)
+    for name, kernel in compiled.items():
+        _, dtype, layout, M, N, *_ = name.split()
+        problem = Problem(Pattern.GEMM_AR, int(M[2:]), int(N[2:]), 8192, dtype, 2, layout)
+        tile = low_latency_plans.default_plan(problem).tile
+        itemsize = 4 if dtype == "float32" else 2
+        stages = stages_bytes(replace(tile, block_m=rows_of(problem.M)), itemsize, HOPPER)
+        assert 0 <= kernel["shared_bytes"] - stages <= BARRIERS_BYTES * tile.tma, name
 
 
 def words_in_a_row(layout: str) -> int:
