@@ -26,7 +26,7 @@ class Kernel:
         self.params = [
             SimpleNamespace(
                 do_not_specialize=name == "rank", is_constexpr=name == "GROUP_M", annotation_type=""
-            )  # fmt: skip
+            )
             for name in self.arg_names
         ]
         self.runs: list[tuple] = []
@@ -86,7 +86,7 @@ def test_launches_are_noted_in_one_thread_and_run_in_the_others(kernel):
         assert len(kernel.devices) == 1, "the other thread's ran"
     assert [code.arguments for code in codes] == [("bf16", 3, 16, 5)]
     run.launch([at(64)], (1,), (3,))
-    assert len(codes) == 1 and len(kernel.runs) == 1
+    assert [len(codes), len(kernel.runs)] == [1, 1]
 
 
 def test_a_launch_is_on_the_device_of_its_tensors(kernel, monkeypatch):

@@ -153,7 +153,6 @@ class Launcher:
         self._compiled = None
         self._layout: native_launch.Layout | None = None
         self._is_compiled = hasattr(kernel, "params")  # not interpreted
-        hash_in_order(kernel)
         self._dtypes: list | None = None
         self._device: int | None = None
 
@@ -190,6 +189,7 @@ class Launcher:
         dtypes = [getattr(tensor, "dtype", None) for tensor in tensors]
         assert self._dtypes in (None, dtypes), f"dtypes {dtypes} given, {self._dtypes} expected"
         self._dtypes = dtypes
+        hash_in_order(self._kernel)
         compiled = self._kernel[grid](*tensors, *numbers, *self._fixed, **self._options)
         if aligned and compiled is not None:
             if self._is_compiled:
@@ -211,6 +211,7 @@ class Launcher:
         return Code(*self._named, tuple(arguments), tuple(self._options.items()))
 
     def _code_for(self, tensors: Sequence, numbers: Sequence) -> tuple:
+        hash_in_order(self._kernel)
         return self._device, self._kernel, self.code(tensors, numbers)
 
     def native(

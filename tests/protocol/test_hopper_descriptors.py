@@ -11,10 +11,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 import hopper_kernels
 
-from flux_megatron.kernels import hopper_gemm_rs, hopper_probe
 from flux_megatron.kernels.hopper_descriptors import described, described_w
-from flux_megatron.kernels.split_k import chunk_count
-from flux_megatron.problem import Pattern, Plan, Problem
 
 
 def test_one_is_made_for_each_address_shape_dtype_and_block():
