@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,12 @@ class Kernel:
 
     def __init__(self) -> None:
         self.arg_names = ["x", "rank", "N", "GROUP_M"]
-        self.params = [SimpleNamespace(do_not_specialize=name == "rank") for name in self.arg_names]
+        self.params = [
+            SimpleNamespace(
+                do_not_specialize=name == "rank", is_constexpr=name == "GROUP_M", annotation_type=""
+            )
+            for name in self.arg_names
+        ]
         self.runs: list[tuple] = []
         # what Triton keeps of a kernel, as far as a direct launch reads it
         self.compiled = SimpleNamespace(
@@ -68,6 +74,19 @@ def test_launches_with_whole_addresses_are_direct_but_the_first(kernel):
         (3, 1, 1, 7, "function", "packed", None, None, None, address, 1, 64, 5)
         for address in (48, 64)
     ]
+
+
+def test_launches_are_noted_in_one_thread_and_run_in_the_others(kernel):
+    run = launcher(kernel)
+    with triton_launch.noted() as codes:
+        run.launch([at(32)], (1,), (3,))
+        others = threading.Thread(target=run.launch, args=([at(48)], (1,), (3,)))
+        others.start()
+        others.join()
+        assert len(kernel.devices) == 1, "the other thread's ran"
+    assert [code.arguments for code in codes] == [("bf16", 3, 16, 5)]
+    run.launch([at(64)], (1,), (3,))
+    assert [len(codes), len(kernel.runs)] == [1, 1]
 
 
 def test_a_launch_is_on_the_device_of_its_tensors(kernel, monkeypatch):

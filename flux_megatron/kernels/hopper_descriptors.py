@@ -42,6 +42,11 @@ def _template(dtype: torch.dtype, block: tuple[int, ...]):
     return TensorDescriptor(base, [*block], [block[1], 1], [*block], layout)
 
 
+def example(dtype: torch.dtype, *block: int):
+    """One that kernels are compiled for as for any other of such blocks."""
+    return _template(dtype, block)
+
+
 def _descriptor(base: _Address, shape: tuple[int, ...], block: tuple[int, ...]):
     """Without the checks of the constructor, which take the host 10 us."""
     template = _template(base.dtype, block)

@@ -17,7 +17,7 @@ from flux_megatron.symm.program import Memory, Number
 
 
 # numbers that change from call to call must not compile new kernels
-@triton.jit(do_not_specialize=["epoch", "timeout_ns", "comm_rows"])
+@triton.jit(do_not_specialize=["epoch", "timeout_ns", "comm_rows", "M_shard"])
 def reduce_received_kernel(
     received, y, pad, status, epoch, timeout_ns: tl.int64, comm_rows, M_shard, N,
     WORLD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -52,7 +52,7 @@ def reduce_received(
     tile = Tile(min(block_m, next_power_of_2(M_shard)), min(block_n, next_power_of_2(N)))
     launch_kernel(
         reduce_received_kernel, (tiles_of_shard(M_shard, N, tile),), tile,
-        (received, y, pad, status), (epoch, timeout_ns, comm_rows), (M_shard, N),
+        (received, y, pad, status), (epoch, timeout_ns, comm_rows, M_shard), (N,),
         WORLD_SIZE=world_size,
     )  # fmt: skip
     return y

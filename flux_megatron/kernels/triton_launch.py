@@ -14,11 +14,12 @@ import ast
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
+from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -42,8 +43,36 @@ def _descriptor_memory(size: int, alignment: int, stream: int | None) -> torch.T
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-_compiling = False
+_noting: ContextVar[list[Code] | None] = ContextVar("noting", default=None)
 _ON_HOST = -1
+
+
+class Code(NamedTuple):
+    """All that Triton compiles a kernel for, of a launch with whole 16-byte addresses: for each
+    parameter a constant, None, the dtype of a tensor, that and the block of a descriptor, or a
+    number of the size that the code depends on.
+    """
+
+    module: str
+    kernel: str
+    arguments: tuple
+    options: tuple[tuple[str, int], ...]
+
+    def compiled(self) -> Any:
+        """By Triton, or found on disk."""
+        kernel = getattr(import_module(self.module), self.kernel)
+        hash_in_order(kernel)
+        given = [_example(one) for one in self.arguments]
+        return kernel.warmup(*given, grid=(1,), **dict(self.options))
+
+
+def _example(argument: Any) -> Any:
+    """What Triton compiles the same for as for an argument of `Code`. It takes a dtype itself."""
+    if isinstance(argument, tuple):
+        from flux_megatron.kernels.hopper_descriptors import example
+
+        return example(*argument)
+    return argument
 
 
 def partial_sums(like: Memory, count: int, counters: Memory) -> Memory:
@@ -56,23 +85,14 @@ def partial_sums(like: Memory, count: int, counters: Memory) -> Memory:
 
 
 @contextmanager
-def compiling_only() -> Iterator[None]:
-    """Launches inside compile their kernels, which do not run."""
-    global _compiling
-    _compiling = True
+def noted() -> Iterator[list[Code]]:
+    """Launches of this thread inside are noted and nothing else."""
+    found: list[Code] = []
+    token = _noting.set(found)
     try:
-        yield
+        yield found
     finally:
-        _compiling = False
-
-
-@contextmanager
-def compiling_together() -> Iterator[None]:
-    """Kernels that launches inside compile are compiled at once, by some threads, before it ends.
-    One that cannot be compiled says so when it is launched.
-    """
-    with ThreadPoolExecutor(4) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-        yield
+        _noting.reset(token)
 
 
 def hash_in_order(function: Any) -> None:
@@ -128,13 +148,12 @@ class Launcher:
         self._options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         if registers:
             self._options["maxnreg"] = registers
-        self._code = (kernel, *self._options.items(), *named, *map(values.get, named))
+        self._named = kernel.__module__, kernel.__name__
         self.name = kernel.__name__.removesuffix("_kernel")
         self._direct: Callable[..., None] | None = None
         self._compiled = None
         self._layout: native_launch.Layout | None = None
         self._is_compiled = hasattr(kernel, "params")  # not interpreted
-        hash_in_order(kernel)
         self._dtypes: list | None = None
         self._device: int | None = None
 
@@ -148,8 +167,8 @@ class Launcher:
             self._launch(tensors, numbers, grid)
 
     def _launch(self, tensors: Sequence, numbers: Sequence[int], grid: tuple[int, ...]) -> None:
-        if _compiling:
-            self._kernel.warmup(*tensors, *numbers, *self._fixed, grid=grid, **self._options)
+        if (noting := _noting.get()) is not None:
+            noting.append(self.code(tensors, numbers))
             return
         launches[self.name] += 1
         if self._tile.tma:
@@ -171,6 +190,7 @@ class Launcher:
         dtypes = [getattr(tensor, "dtype", None) for tensor in tensors]
         assert self._dtypes in (None, dtypes), f"dtypes {dtypes} given, {self._dtypes} expected"
         self._dtypes = dtypes
+        hash_in_order(self._kernel)
         compiled = self._kernel[grid](*tensors, *numbers, *self._fixed, **self._options)
         if aligned and compiled is not None:
             if self._is_compiled:
@@ -182,15 +202,18 @@ class Launcher:
         if compiled is not None:
             self._direct, self._compiled = _direct_launch(compiled), compiled
 
-    def _code_for(self, tensors: Sequence, numbers: Sequence[int]) -> tuple:
-        """All that Triton compiles for, of a launch with whole 16-byte addresses."""
-        given = (*tensors, *numbers, *self._fixed)
-        sizes = [
-            _size_class(value)
+    def code(self, tensors: Sequence, numbers: Sequence) -> Code:
+        """That of a launch with whole 16-byte addresses."""
+        given = (*map(_kind, tensors), *numbers, *self._fixed)
+        arguments = [
+            value if parameter.is_constexpr else _sized(value, parameter)
             for value, parameter in zip(given, self._kernel.params, strict=True)
-            if type(value) is int and not parameter.do_not_specialize
         ]
-        return (self._device, self._code, *map(_kind, tensors), *sizes)
+        return Code(*self._named, tuple(arguments), tuple(self._options.items()))
+
+    def _code_for(self, tensors: Sequence, numbers: Sequence) -> tuple:
+        hash_in_order(self._kernel)
+        return self._device, self._kernel, self.code(tensors, numbers)
 
     def native(
         self, step: Launch, address: Callable[[Operand], int], scratch: Callable[[int], Operand]
@@ -244,9 +267,18 @@ def _kind(tensor) -> Any:
     return getattr(tensor, "dtype", None) or (tensor.base.dtype, *tensor.block_shape)
 
 
-def _size_class(value: int) -> tuple[bool, bool, bool]:
-    """What Triton's code depends on of a number that it specialises."""
-    return value == 1, value % 16 == 0, -(1 << 31) <= value < 1 << 31
+def _sized(value: Any, parameter: Any) -> Any:
+    """A number that Triton compiles the same for as for this one; other values as they are."""
+    specialised = not parameter.do_not_specialize
+    if isinstance(value, Operand) or (parameter.annotation_type and not specialised):
+        return _ANY
+    if type(value) is not int or (specialised and value == 1):
+        return value
+    least = 0 if -(1 << 31) <= value < 1 << 31 else 1 << 32
+    return least + (16 if specialised and value % 16 == 0 else _ANY)
+
+
+_ANY = 3
 
 
 def _device_of(tensors: Sequence) -> int:

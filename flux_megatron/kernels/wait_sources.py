@@ -15,7 +15,12 @@ from flux_megatron.problem import Tile
 from flux_megatron.symm.program import Memory, Number
 
 
-@triton.jit(do_not_specialize=["first_source", "count", "epoch", "timeout_ns", "comm_rows"])
+# no number compiles a kernel of its own
+@triton.jit(
+    do_not_specialize=[
+        "first_source", "count", "epoch", "timeout_ns", "comm_rows", "M_shard", "world_size",
+    ]
+)  # fmt: skip
 def wait_sources_kernel(
     pad, status, first_source, count, epoch, timeout_ns: tl.int64, comm_rows, M_shard, world_size
 ):
@@ -34,5 +39,5 @@ def wait_sources(
     """
     launch_kernel(
         wait_sources_kernel, (1,), Tile(num_warps=1, num_stages=1), (pad, status),
-        (first_source, count, epoch, timeout_ns, comm_rows), (M_shard, world_size),
+        (first_source, count, epoch, timeout_ns, comm_rows, M_shard, world_size),
     )  # fmt: skip

@@ -134,6 +134,7 @@ def _gemm_ar(p: CallProgram) -> Slot:
     return transfer.all_reduced(p, _sums(p).finish())
 
 
+BUILDERS = {COLUMN: _ag_gemm, ROW: _gemm_rs, Pattern.GEMM_AR: _gemm_ar}
 start_gather = calls.start_gather
 ag_gemm = calls.gathering(_ag_gemm)
 gemm_rs, start_gemm_rs = calls.reducing(_gemm_rs)

@@ -15,15 +15,13 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from flux_megatron.kernels import hopper_gemm
 from flux_megatron.kernels.hopper_config import LOW
 from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX
 from flux_megatron.kernels.sizes import cdiv, part_columns, tiles_of_shard
 from flux_megatron.overlap import calls, hopper_plans, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
-from flux_megatron.problem import Plan, Problem, Tile
+from flux_megatron.problem import Problem, Tile
 from flux_megatron.scaling import E4M3, Scaling, result_dtype
 from flux_megatron.symm.enqueue import always
 from flux_megatron.symm.program import CallProgram, ChannelSlots
@@ -55,13 +53,6 @@ def _unequal_shards(problem: Problem) -> str | None:
     if problem.pattern is Pattern.GEMM_AR and (R - 1) * cdiv(problem.M, R) < problem.M:
         return None
     return transfer.unequal_shards(problem)
-
-
-def compile_plan(problem: Problem, plan: Plan, device: torch.device) -> None:
-    """Compile the kernel of such calls, or find it in Triton's cache on disk."""
-    from flux_megatron.kernels import hopper_probe
-
-    hopper_probe.compile_for(problem, plan, device)
 
 
 def _ag_gemm(p: CallProgram) -> Slot:
@@ -184,6 +175,7 @@ def _gemm_ar(p: CallProgram) -> Slot:
     return _gemm_rs(p, gathering)
 
 
+BUILDERS = {COLUMN: _ag_gemm, ROW: _gemm_rs, Pattern.GEMM_AR: _gemm_ar}
 start_gather = calls.start_gather
 ag_gemm = calls.gathering(_ag_gemm)
 gemm_rs, start_gemm_rs = calls.reducing(_gemm_rs)

@@ -18,7 +18,7 @@ from flux_megatron.kernels.sizes import parts_of
 from flux_megatron.overlap import calls, low_latency_plans, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Problem
-from flux_megatron.symm.program import CallProgram, ChannelSlots
+from flux_megatron.symm.program import Builder, CallProgram, ChannelSlots
 from flux_megatron.symm.program_steps import Slot
 from flux_megatron.symm.word_channel import WordChannel
 
@@ -84,7 +84,12 @@ def _given(channel: ChannelSlots) -> dict[str, Any]:
     }  # fmt: skip
 
 
+BUILDERS: dict[Pattern, Builder] = {
+    COLUMN: _ag_gemm,
+    ROW: partial(_reduced, scatters=True),
+    Pattern.GEMM_AR: partial(_reduced, scatters=False),
+}
 start_gather = calls.start_gather
-ag_gemm = calls.gathering(_ag_gemm)
-gemm_rs, start_gemm_rs = calls.reducing(partial(_reduced, scatters=True))
-gemm_ar, start_gemm_ar = calls.reducing(partial(_reduced, scatters=False))
+ag_gemm = calls.gathering(BUILDERS[COLUMN])
+gemm_rs, start_gemm_rs = calls.reducing(BUILDERS[ROW])
+gemm_ar, start_gemm_ar = calls.reducing(BUILDERS[Pattern.GEMM_AR])

@@ -11,6 +11,7 @@ from flux_megatron.overlap import fused, hopper, low_latency, pipelined, sequent
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.scaling import Scaling
+from flux_megatron.symm.program import Builder
 from flux_megatron.symm.space import Workspace
 
 # x, w, layout, plan, workspace -> y, without bias
@@ -89,6 +90,12 @@ _ALL: dict[str, Strategy] = {
 }
 # whose calls are programs (`overlap.calls`), which break a group off themselves
 BY_PROGRAM: tuple[Strategy, ...] = (low_latency, hopper, fused, pipelined)
+BUILDERS: Mapping[str, Mapping[Pattern, Builder]] = {
+    "low_latency": low_latency.BUILDERS,
+    "hopper": hopper.BUILDERS,
+    "fused": fused.BUILDERS,
+    "pipelined": pipelined.BUILDERS,
+}
 STRATEGIES: Mapping[Pattern, Mapping[str, Strategy]] = {
     pattern: {name: one for name, one in _ALL.items() if pattern in one.PATTERNS}
     for pattern in Pattern

@@ -17,13 +17,12 @@ import torch
 import torch.distributed as dist
 
 from flux_megatron import settings
-from flux_megatron.kernels.triton_launch import compiling_together
 from flux_megatron.overlap import registry, sequential
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.device import capturing
 from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.space import Workspace
-from flux_megatron.tuning import plan_cache, tuner
+from flux_megatron.tuning import ahead, plan_cache, tuner
 from flux_megatron.tuning.plan_entry import Entry
 from flux_megatron.tuning.plan_table import RANGES, PlanTable, raced_as, racers
 from flux_megatron.tuning.trial import Trial
@@ -59,6 +58,8 @@ def agreed_table(problem: Problem, plan: Plan | None, space: Workspace) -> PlanT
     if not said["races"]:
         table.settled |= {*RANGES}
     space.agreed[key] = table
+    if problem.device == "cuda" and problem.world_size > 1:
+        ahead.compile_kinds(problem, plan, table, space)
     return table
 
 
@@ -110,7 +111,7 @@ def _race(problem: Problem, ranges: list[int], table: PlanTable, space: Workspac
         names, _ = registry.overlapping(one, "auto", space.unavailable)
         plans |= {one: racers(one, names)} if names else {}
     with lasting():  # what is compiled and measured belongs to no caller
-        _compile([(one, plan) for one in plans for plan in plans[one]], space)
+        ahead.finish(space)
         for one in plans:
             if not tuner.leaders(space.group, _left_s() > 0):
                 break
@@ -118,22 +119,6 @@ def _race(problem: Problem, ranges: list[int], table: PlanTable, space: Workspac
                 table.points[one.M] = entry.plan
     if space.device.type == "cuda":  # no symmetric memory comes from what trials have left there
         torch.cuda.empty_cache()
-
-
-def _compile(plans: list[tuple[Problem, Plan]], space: Workspace) -> None:
-    """Compile what races will launch: each rank some kernels, which the others then load. Once a
-    machine, as Triton keeps them.
-    """
-    started, mine = time.monotonic(), plans[space.group.rank() :: space.world_size]
-    with compiling_together():
-        for problem, plan in mine:
-            module = registry.strategy(problem, plan.strategy)
-            if compile_plan := getattr(module, "compile_plan", None):
-                compile_plan(problem, plan, space.device)
-    space.agreement.confirm("kernels of a race are compiled")
-    took_s = time.monotonic() - started
-    if took_s > 1 and dist.get_rank() == 0:
-        print(f"flux_megatron: compiled kernels in {took_s:.0f} s, once a machine", file=sys.stderr)
 
 
 def _left_s() -> float:

@@ -63,15 +63,14 @@ class PlanTable:
         return for_rows(self.points[nearest], nearest, problem)
 
     def unsettled(self, M: int) -> list[int]:
-        """The ranges to race at a call of M rows: its own; and once there is a second one, all that
-        training has, so that no later call waits for a race.
+        """The ranges to race at a call of M rows: its own, and in training all that training has,
+        so that no later call waits for a race.
         """
         done = self.settled | {range_of(one) for one in self.points}
         number = range_of(M)
         if number in done:
             return []
-        second = number >= MANY and any(one >= MANY for one in done)
-        return sorted({number, *(range(MANY, MOST + 1) if second else ())} - done)
+        return sorted({number, *(range(MANY, MOST + 1) if number >= MANY else ())} - done)
 
 
 def for_rows(plan: Plan, M: int, problem: Problem) -> Plan:

@@ -11,10 +11,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 import hopper_kernels
 
-from flux_megatron.kernels import hopper_gemm_rs, hopper_probe
 from flux_megatron.kernels.hopper_descriptors import described, described_w
-from flux_megatron.kernels.split_k import chunk_count
-from flux_megatron.problem import Pattern, Plan, Problem
 
 
 def test_one_is_made_for_each_address_shape_dtype_and_block():
@@ -34,18 +31,6 @@ def test_one_is_made_for_each_address_shape_dtype_and_block():
 def test_blocks_of_w_lie_as_w_does(layout, block):
     w = torch.zeros(256, 256, dtype=torch.bfloat16)
     assert described_w(w, layout, block_k=32, columns=128).block_shape == block
-
-
-def test_the_kernel_compiled_before_a_race_is_that_of_its_k(monkeypatch):
-    """Of how many chunks a local tile is follows from K: three for the other ranks of four."""
-    compiled = []
-    monkeypatch.setattr(
-        hopper_gemm_rs, "gemm_rs",
-        lambda x, w, **given: compiled.append(chunk_count(given["world_size"], x.shape[1] // 64)),
-    )  # fmt: skip
-    problem = Problem(Pattern.GEMM_RS, 4096, 8192, 4 * 2048, "bfloat16", 4)
-    hopper_probe.compile_for(problem, Plan("hopper"), torch.device("cpu"))
-    assert compiled == [3]
 
 
 def test_a_launch_without_triton_finds_descriptors_first():

@@ -1,0 +1,155 @@
+"""How long do the first steps of a run take, and what for?
+
+    torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.first_steps out.jsonl --commit COMMIT
+    TRITON_INTERPRET=1 torchrun --nproc-per-node=2 \
+        -m flux_megatron.lab.measure.first_steps out.jsonl --device cpu
+
+A step calls a layer's four linears of `flux_megatron.nn`, forward and backward, with another M in
+each. A cold start has empty folders in TRITON_CACHE_DIR and FLUX_MEGATRON_CACHE, a warm one those
+of the run before. A row has the seconds of each step, and what this process compiled meanwhile: a
+kernel, by stage, or a file of C. `--shares 60` prints in which functions slow steps were.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+import typer
+
+from flux_megatron.lab.measure import gpu_run
+from flux_megatron.lab.measure.dynamic_layers import MODELS, Layer
+from flux_megatron.lab.measure.gpu_run import Run
+
+STEPS = "4096,4096,4096,2048,1434,8192,16000,2866,1000,512,4096"
+SMALL_STEPS = "64,64,96,34"
+
+
+class Log:
+    """What this process compiles: (seconds since the beginning, what, seconds it took)."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[float, str, float]] = []
+        self.began = time.monotonic()
+        triton.knobs.compilation.listener = self._kernel
+        triton.knobs.build.impl = self._c
+
+    def now(self) -> float:
+        return round(time.monotonic() - self.began, 2)
+
+    def _note(self, what: str, seconds: float) -> None:
+        self.events.append((self.now(), what, round(seconds, 2)))
+
+    def _kernel(self, *, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
+        if not cache_hit:
+            stages = " ".join(f"{name} {us / 1e6:.2f}" for name, us in times.lowering_stages)
+            self._note(
+                f"{src.name}: ir {times.ir_initialization / 1e6:.2f} {stages}", times.total / 1e6
+            )
+
+    def _c(self, name: str, *given: object) -> str:
+        from triton.runtime import build
+
+        started = time.monotonic()
+        triton.knobs.build.impl = None
+        try:
+            return build._build(name, *given)
+        finally:
+            triton.knobs.build.impl = self._c
+            self._note(f"C {name}", time.monotonic() - started)
+
+    @contextmanager
+    def step(self) -> Iterator[dict[str, Any]]:
+        found: dict[str, Any] = {}
+        before, started = len(self.events), time.monotonic()
+        yield found
+        found["seconds"] = round(time.monotonic() - started, 2)
+        found["compiled"] = self.events[before:]
+
+
+class Samples:
+    """In which functions the threads of this process are, looked at every few ms. `with Samples()
+    as samples: ...`; `shares` are seconds, with what a function calls.
+    """
+
+    PERIOD_S = 0.01
+
+    def __enter__(self) -> Samples:
+        self._found: Counter[str] = Counter()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(self.PERIOD_S):
+            for thread, frame in sys._current_frames().items():
+                if thread == self._thread.ident:
+                    continue
+                names: set[str] = set()
+                at: Any = frame
+                while at is not None:
+                    code = at.f_code
+                    file = "/".join(Path(code.co_filename).parts[-2:])
+                    names.add(f"{file} {code.co_qualname}")
+                    at = at.f_back
+                self._found.update(names)
+
+    def shares(self, count: int) -> list[tuple[float, str]]:
+        return [(round(n * self.PERIOD_S, 2), name) for name, n in self._found.most_common(count)]
+
+
+def step(run: Run, layer: Layer) -> None:
+    layer.ours()
+    if run.device.type == "cuda":
+        torch.cuda.synchronize(run.device)
+
+
+def measure(run: Run, model: str, log: Log, Ms: list[int], shares: int) -> bool:
+    layer, steps = Layer(run, MODELS[model], max(Ms), True), []
+    dist.barrier(group=run.group)  # connects the ranks
+    for M in Ms:
+        layer.take(M)
+        with log.step() as found, Samples() if shares else nullcontext() as samples:
+            step(run, layer)
+        slowest = run.slowest(torch.tensor([found["seconds"]])).item()
+        steps.append({"M": M, "slowest_s": round(slowest, 2), **found})
+        run.say(f"M={M}: {slowest:.2f} s, {len(found['compiled'])} compiled on rank 0")
+        for at, what, seconds in found["compiled"]:
+            run.say(f"    at {at:6.2f} s: {seconds:5.2f} s {what}")
+        if samples is not None and found["seconds"] > 1:
+            for seconds, name in samples.shares(shares):
+                run.say(f"    {seconds:5.2f} s in {name}")
+    run.row("first_steps", model=model, steps=steps)
+    return True
+
+
+def main(
+    out: Path, commit: str = "", device: str = "cuda", model: str = "", steps: str = "",
+    seconds: float = 240, shares: int = 0,
+) -> None:  # fmt: skip
+    """Be one of the ranks."""
+    log = Log()
+    run = gpu_run.start_on(device, out, commit, seconds)
+    small = device == "cpu"
+    Ms = [int(one) for one in (steps or (SMALL_STEPS if small else STEPS)).split(",")]
+    given = model or ("small" if small else "qwen3-8b")
+    run.say(f"joined after {log.now()} s")
+    gpu_run.measure_each(run, given.split(","), lambda one: measure(run, one, log, Ms, shares))
+
+
+if __name__ == "__main__":
+    typer.run(main)

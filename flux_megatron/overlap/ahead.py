@@ -1,0 +1,65 @@
+"""Which kernels the calls of a plan launch, before there is a call: those of their programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from flux_megatron.kernels.triton_launch import Code
+from flux_megatron.overlap import registry, transfer
+from flux_megatron.problem import Plan, Problem
+from flux_megatron.scaling import Scaling, block_shapes
+from flux_megatron.symm.enqueue import BIAS, W, X
+from flux_megatron.symm.program import Builder, CallProgram
+from flux_megatron.symm.program_steps import Launch, Slot
+from flux_megatron.symm.space import Workspace
+
+
+def codes(problem: Problem, plan: Plan, space: Workspace) -> Iterator[Code]:
+    """Of calls of the problem, and in backward of what runs beside them; with and without a bias,
+    and with gathered rows that are lent or not. None of a strategy without programs.
+    """
+    if plan.strategy not in registry.BUILDERS:
+        return
+    build = registry.BUILDERS[plan.strategy][problem.pattern]
+    gathers = problem.spec.gathers
+    for lends in (False, True) if gathers else (False,):
+        for biased in (False, True) if gathers and not problem.is_backward else (False,):
+            yield from _launched(build, problem, plan, space, lends, biased)
+    if problem.is_backward and problem.spec.scatters:
+        gather_plan = registry.gather_plan(problem, plan)
+        yield from _launched(transfer.gather_rows, problem.dual, gather_plan, space, True, False)
+
+
+def _launched(
+    build: Builder, problem: Problem, plan: Plan, space: Workspace, lends: bool, biased: bool
+) -> Iterator[Code]:  # fmt: skip
+    x, w, bias, scaling = _operands(problem, space.device)
+    given = x, w, bias if biased else None, problem.layout, lends, scaling
+    program = CallProgram(space, plan, *given).built_by(build)
+    for segment in program.segments:
+        for _, steps in segment:
+            for step in steps:
+                if isinstance(step, Launch):
+                    yield step.launcher.code(step.tensors, step.numbers)
+
+
+def _operands(problem: Problem, device: torch.device) -> tuple[Slot, Slot, Slot, Scaling | None]:
+    """What stands for x, w, a bias and the scales of both."""
+    here: Any = SimpleNamespace(device=device, is_cuda=device.type == "cuda")
+    rows, N, K = problem.x_rows, problem.N_local, problem.K_local
+    dtype = getattr(torch, problem.dtype)
+    out_dtype = getattr(torch, problem.out_dtype) if problem.scaled else dtype
+    x = Slot(here, X, (rows, K), dtype)
+    w_dtype = torch.float8_e4m3fn if problem.scaled else dtype
+    w = Slot(here, W, (N, K) if problem.layout == "nt" else (K, N), w_dtype)
+    bias = Slot(here, BIAS, (N,), out_dtype)
+    if not problem.scaled:
+        return x, w, bias, None
+    shapes = block_shapes(rows, N, K) if problem.blockwise else ((1,), (1,))
+    scales: Any = [SimpleNamespace(shape=shape) for shape in shapes]
+    kinds = problem.split_accumulator, problem.blockwise, problem.wire
+    return x, w, bias, Scaling(scales[0], scales[1], out_dtype, *kinds)

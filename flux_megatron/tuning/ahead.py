@@ -1,0 +1,154 @@
+"""What a run may launch is compiled at the first call of a layer kind, before races and training.
+
+The kinds of a model's layers are known by their first: a kernel depends on the pattern, the layout
+and the dtype, hardly on N and K, so a column layer has those of a row layer compiled too, and both
+in forward and backward. What training reaches is waited for; what only few rows need is compiled
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flux_megatron.kernels import compiled_ahead
+from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.kernels.triton_launch import Code
+from flux_megatron.overlap import ahead, registry
+from flux_megatron.problem import Plan, Problem
+from flux_megatron.symm.space import Workspace
+from flux_megatron.tuning.environment import sources_digest
+from flux_megatron.tuning.plan_table import (
+    MANY,
+    MOST,
+    RANGES,
+    PlanTable,
+    for_rows,
+    raced_as,
+    racers,
+    range_of,
+    ruled,
+)
+
+LEAST = 8  # rows, from which a range begins
+_running: list[Any] = []  # processes
+_asked: set[str] = set()  # marks of what they compile
+
+
+def compile_kinds(problem: Problem, plan: Plan | None, table: PlanTable, space: Workspace) -> None:
+    """Compile what calls like the problem's may launch, whatever their M, and those of the layers
+    around it. Collective: each rank compiles a part.
+    """
+    started, here = time.monotonic(), range_of(problem.M)
+    now = {*range(MANY, MOST + 1)} if here >= MANY else {here}
+    first = _mine(_codes([problem], now, plan, table, space), space)
+    first += _mine(_codes(_around(problem), now, plan, table, space), space)
+    count = _start(first, 0, space)
+    if count and dist.get_rank() == 0:
+        print(f"flux_megatron: compiles {count} kernels, once a machine", file=sys.stderr)
+    finish(space)
+    if count and dist.get_rank() == 0:
+        took_s = time.monotonic() - started
+        print(f"flux_megatron: compiled {count} kernels in {took_s:.0f} s", file=sys.stderr)
+    later = _codes([problem, *_around(problem)], {*RANGES} - now, plan, table, space)
+    _start(_mine(later, space), 19, space)
+
+
+def finish(space: Workspace) -> None:
+    """Wait until every rank has compiled its part, or given it up. Collective."""
+    compiled_ahead.wait(_running, compiled_ahead.LIMIT_S)
+    _running.clear()
+    space.agreement.confirm("kernels are compiled")
+
+
+def _around(problem: Problem) -> list[Problem]:
+    """Kinds of layers that are in a model with this one, forward and backward."""
+    if not problem.spec.dual:
+        return [replace(problem, layout="nn" if problem.layout == "nt" else "nt")]
+    dual = problem.dual
+    return [dual, replace(problem, layout=dual.layout), replace(dual, layout=problem.layout)]
+
+
+def _codes(
+    kinds: Iterable[Problem], ranges: Iterable[int], plan: Plan | None, table: PlanTable,
+    space: Workspace,
+) -> list[Code]:  # fmt: skip
+    found = {
+        code: None
+        for kind in kinds
+        for number in ranges
+        for problem, one in _plans(kind, number, plan, table, space)
+        for code in ahead.codes(problem, one, space)
+    }
+    return [*found]
+
+
+def _plans(
+    kind: Problem, number: int, plan: Plan | None, table: PlanTable, space: Workspace
+) -> Iterator[tuple[Problem, Plan]]:
+    """The plans that calls of a range may have, each with some rows that have all of its code."""
+    for M in _rows(number, kind.world_size):
+        problem = replace(kind, M=M)
+        names, _ = registry.overlapping(problem, "auto", space.unavailable)
+        found = [plan] if plan else _candidates(kind, number, problem, names, table, space)
+        for one in dict.fromkeys(found):
+            if registry.refusal(problem, one.strategy, space.unavailable) is None:
+                yield problem, one
+
+
+def _candidates(
+    kind: Problem, number: int, problem: Problem, names: list[str], table: PlanTable,
+    space: Workspace,
+) -> list[Plan]:  # fmt: skip
+    if not names:
+        return []
+    found = [ruled(problem, names)]
+    if (measured := table.measured(problem)) is not None:
+        return [measured, *found]
+    raced = raced_as(kind, number)
+    names, _ = registry.overlapping(raced, "auto", space.unavailable)
+    return found + [for_rows(one, raced.M, problem) for one in racers(raced, names)]
+
+
+def _rows(number: int, world_size: int) -> list[int]:
+    """Of a range: its ends, and of each power of two some that are multiples of 16 and some that
+    are not; of the fewest all.
+    """
+    wanted = {*range(1, 17)} | {
+        one + add for one in (1 << n for n in range(4, 20)) for add in (0, 1, 16)
+    }
+    wanted |= {round(2 ** (number - 0.5)) + add for add in (0, 1, 2, world_size)}
+    wanted |= {round(2 ** (number + 0.5)) - add for add in (0, 1, 2, world_size)}
+    whole = {cdiv(M, world_size) * world_size for M in wanted}
+    return sorted(M for M in whole if range_of(M) == number and M < 1 << (MOST + 1))
+
+
+def _mine(codes: list[Code], space: Workspace) -> list[Code]:
+    return codes[space.group.rank() :: space.world_size]
+
+
+def _start(codes: list[Code], niceness: int, space: Workspace) -> int:
+    """Start processes for those that were never compiled; how many these are."""
+    marks = {compiled_ahead.mark_of(code, sources_digest()): code for code in codes}
+    new = [mark for mark in marks if mark not in _asked and not compiled_ahead.is_marked(mark)]
+    _asked.update(new)
+    count = min(len(new), _cores())
+    for number in range(count):
+        part = new[number::count]
+        job = [marks[mark] for mark in part], part, space.device, niceness
+        if process := compiled_ahead.start(*job):
+            _running.append(process)
+    return len(new)
+
+
+def _cores() -> int:
+    """How many of the machine's are this rank's."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count() or 1)
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
