@@ -20,7 +20,7 @@ from ranks import DEVICE, on_device, on_device_ranks
 
 from flux_megatron import errors, ops, settings
 from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.overlap import hopper, registry
+from flux_megatron.overlap import hopper, low_latency_plans, registry
 from flux_megatron.overlap.report import report
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.symm.agreement import Agreement
@@ -299,6 +299,14 @@ def test_a_plan_keeps_its_share_of_rows():
     assert for_rows(bands, 4096, on_cpu) == default
 
 
+def test_a_plan_of_rows_that_its_strategy_cannot_run_is_left_to_its_caller(monkeypatch):
+    monkeypatch.setattr(low_latency_plans, "_on_hopper", lambda: True)
+    raced = Problem(Pattern.GEMM_AR, 128, 8192, 8192, "bfloat16", 2)
+    plan, problem = low_latency_plans.default_plan(raced), replace(raced, M=4096)
+    assert for_rows(plan, 128, problem) == plan
+    assert registry.refusal(problem, plan.strategy, None, plan)
+
+
 def test_the_first_range_of_training_races_all_of_them():
     table = PlanTable()
     assert table.unsettled(300) == [8]
@@ -311,7 +319,7 @@ def test_the_first_range_of_training_races_all_of_them():
     assert all(table.unsettled(M) == [] for M in range(800, 20000, 100))
     assert table.unsettled(64) == [6], "few rows alone"
     assert PlanTable({4096: PLAIN}).unsettled(64) == [6], "decoding races no range of training"
-    assert PlanTable({64: PLAIN}).unsettled(4096) == [12], "nor does training's first range"
+    assert PlanTable({64: PLAIN}).unsettled(4096) == [10, 11, 12, 13], "whatever was decoded before"
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flux_megatron.kernels.triton_launch import Code
+from flux_megatron.versions.triton import TRITON
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 180  # of a process
@@ -43,9 +44,7 @@ class Jobs(NamedTuple):
 
 def mark_of(code: Code, sources: str) -> str:
     """The name in Triton's cache that says that the code was compiled from these sources."""
-    import triton
-
-    return hashlib.sha256(repr((code, sources, triton.__version__)).encode()).hexdigest()
+    return hashlib.sha256(repr((code, sources, TRITON.version())).encode()).hexdigest()
 
 
 def is_marked(mark: str) -> bool:

@@ -23,6 +23,7 @@ from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.triton_launch import Code
 from flux_megatron.overlap import ahead, registry
 from flux_megatron.problem import Plan, Problem
+from flux_megatron.symm.groups import timeout_s
 from flux_megatron.symm.space import Workspace
 from flux_megatron.tuning.environment import sources_digest
 from flux_megatron.tuning.plan_table import (
@@ -37,34 +38,39 @@ from flux_megatron.tuning.plan_table import (
     ruled,
 )
 
-LEAST = 8  # rows, from which a range begins
-_running: list[Any] = []  # processes
+_awaited: list[Any] = []  # processes, whose kernels training reaches
+_beside: list[Any] = []  # those of few rows
 _asked: set[str] = set()  # marks of what they compile
 
 
-def compile_kinds(problem: Problem, plan: Plan | None, table: PlanTable, space: Workspace) -> None:
+def compile_kinds(problem: Problem, table: PlanTable, space: Workspace) -> None:
     """Compile what calls like the problem's may launch, whatever their M, and those of the layers
     around it. Collective: each rank compiles a part.
     """
     started, here = time.monotonic(), range_of(problem.M)
     now = {*range(MANY, MOST + 1)} if here >= MANY else {here}
-    first = _mine(_codes([problem], now, plan, table, space), space)
-    first += _mine(_codes(_around(problem), now, plan, table, space), space)
-    count = _start(first, 0, space)
-    if count and dist.get_rank() == 0:
-        print(f"flux_megatron: compiles {count} kernels, once a machine", file=sys.stderr)
-    finish(space)
-    if count and dist.get_rank() == 0:
+    kinds = [problem, *_around(problem)]
+    first, processes = _started(_codes(kinds, now, table, space), _cores(), 0, space)
+    _awaited.extend(processes)
+    if first and dist.get_rank() == 0:
+        print(f"flux_megatron: compiles {first} kernels, once a machine", file=sys.stderr)
+    finish(now, space)
+    if first and dist.get_rank() == 0:
         took_s = time.monotonic() - started
-        print(f"flux_megatron: compiled {count} kernels in {took_s:.0f} s", file=sys.stderr)
-    later = _codes([problem, *_around(problem)], {*RANGES} - now, plan, table, space)
-    _start(_mine(later, space), 19, space)
+        print(f"flux_megatron: compiled {first} kernels in {took_s:.0f} s", file=sys.stderr)
+    # training goes on beside these
+    few = _codes(kinds, {*RANGES} - now, table, space)
+    _beside.extend(_started(few, max(1, _cores() // 4), 19, space)[1])
 
 
-def finish(space: Workspace) -> None:
-    """Wait until every rank has compiled its part, or given it up. Collective."""
-    compiled_ahead.wait(_running, compiled_ahead.LIMIT_S)
-    _running.clear()
+def finish(ranges: Iterable[int], space: Workspace) -> None:
+    """Wait until every rank has compiled what calls of these ranges launch, or has given it up.
+    Collective.
+    """
+    limit_s = min(compiled_ahead.LIMIT_S, timeout_s(space.group) / 2)  # the others wait meanwhile
+    for processes in (_awaited, _beside) if min(ranges) < MANY else (_awaited,):
+        compiled_ahead.wait(processes, limit_s)
+        processes.clear()
     space.agreement.confirm("kernels are compiled")
 
 
@@ -77,29 +83,27 @@ def _around(problem: Problem) -> list[Problem]:
 
 
 def _codes(
-    kinds: Iterable[Problem], ranges: Iterable[int], plan: Plan | None, table: PlanTable,
-    space: Workspace,
-) -> list[Code]:  # fmt: skip
+    kinds: Iterable[Problem], ranges: Iterable[int], table: PlanTable, space: Workspace
+) -> list[Code]:
     found = {
         code: None
         for kind in kinds
         for number in ranges
-        for problem, one in _plans(kind, number, plan, table, space)
+        for problem, one in _plans(kind, number, table, space)
         for code in ahead.codes(problem, one, space)
     }
     return [*found]
 
 
 def _plans(
-    kind: Problem, number: int, plan: Plan | None, table: PlanTable, space: Workspace
+    kind: Problem, number: int, table: PlanTable, space: Workspace
 ) -> Iterator[tuple[Problem, Plan]]:
     """The plans that calls of a range may have, each with some rows that have all of its code."""
     for M in _rows(number, kind.world_size):
         problem = replace(kind, M=M)
         names, _ = registry.overlapping(problem, "auto", space.unavailable)
-        found = [plan] if plan else _candidates(kind, number, problem, names, table, space)
-        for one in dict.fromkeys(found):
-            if registry.refusal(problem, one.strategy, space.unavailable) is None:
+        for one in dict.fromkeys(_candidates(kind, number, problem, names, table, space)):
+            if registry.refusal(problem, one.strategy, space.unavailable, one) is None:
                 yield problem, one
 
 
@@ -130,22 +134,20 @@ def _rows(number: int, world_size: int) -> list[int]:
     return sorted(M for M in whole if range_of(M) == number and M < 1 << (MOST + 1))
 
 
-def _mine(codes: list[Code], space: Workspace) -> list[Code]:
-    return codes[space.group.rank() :: space.world_size]
-
-
-def _start(codes: list[Code], niceness: int, space: Workspace) -> int:
-    """Start processes for those that were never compiled; how many these are."""
-    marks = {compiled_ahead.mark_of(code, sources_digest()): code for code in codes}
+def _started(
+    codes: list[Code], cores: int, niceness: int, space: Workspace
+) -> tuple[int, list[Any]]:
+    """How many of this rank's part were never compiled, and processes that compile them."""
+    mine = codes[space.group.rank() :: space.world_size]
+    marks = {compiled_ahead.mark_of(code, sources_digest()): code for code in mine}
     new = [mark for mark in marks if mark not in _asked and not compiled_ahead.is_marked(mark)]
     _asked.update(new)
-    count = min(len(new), _cores())
-    for number in range(count):
-        part = new[number::count]
-        job = [marks[mark] for mark in part], part, space.device, niceness
-        if process := compiled_ahead.start(*job):
-            _running.append(process)
-    return len(new)
+    parts = [new[number::cores] for number in range(min(len(new), cores))]
+    started = [
+        compiled_ahead.start([marks[mark] for mark in part], part, space.device, niceness)
+        for part in parts
+    ]
+    return len(new), [process for process in started if process is not None]
 
 
 def _cores() -> int:

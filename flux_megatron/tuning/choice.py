@@ -58,8 +58,8 @@ def agreed_table(problem: Problem, plan: Plan | None, space: Workspace) -> PlanT
     if not said["races"]:
         table.settled |= {*RANGES}
     space.agreed[key] = table
-    if problem.device == "cuda" and problem.world_size > 1:
-        ahead.compile_kinds(problem, plan, table, space)
+    if said["races"] and problem.device == "cuda" and problem.world_size > 1:
+        ahead.compile_kinds(problem, table, space)
     return table
 
 
@@ -111,7 +111,7 @@ def _race(problem: Problem, ranges: list[int], table: PlanTable, space: Workspac
         names, _ = registry.overlapping(one, "auto", space.unavailable)
         plans |= {one: racers(one, names)} if names else {}
     with lasting():  # what is compiled and measured belongs to no caller
-        ahead.finish(space)
+        ahead.finish(ranges, space)
         for one in plans:
             if not tuner.leaders(space.group, _left_s() > 0):
                 break

@@ -75,14 +75,15 @@ class PlanTable:
 
 def for_rows(plan: Plan, M: int, problem: Problem) -> Plan:
     """The plan of M rows as one of the problem's rows: with as many communication tiles. The
-    strategy's own plan in place of one with wave groups, or of one that these rows do not allow.
+    strategy's own plan in place of one with wave groups, or of one that these rows do not allow;
+    what it cannot run at all, its caller refuses.
     """
     if M != problem.M and plan.comm_rows:
         comm_tiles = cdiv(M // problem.world_size, plan.comm_rows)
         plan = replace(plan, comm_rows=cdiv(problem.M_shard, comm_tiles))
-    if (M != problem.M and plan.group_rows) or registry.why_not(problem, plan):
-        return _default(problem, plan.strategy)
-    return plan
+    fits = not (M != problem.M and plan.group_rows) and registry.why_not(problem, plan) is None
+    module = registry.strategy(problem, plan.strategy)
+    return plan if fits or module.supports(problem) else module.default_plan(problem)
 
 
 def ruled(problem: Problem, names: Sequence[str]) -> Plan:

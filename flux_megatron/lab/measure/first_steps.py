@@ -6,18 +6,15 @@
 
 A step calls a layer's four linears of `flux_megatron.nn`, forward and backward, with another M in
 each. A cold start has empty folders in TRITON_CACHE_DIR and FLUX_MEGATRON_CACHE, a warm one those
-of the run before. A row has the seconds of each step, and what this process compiled meanwhile: a
-kernel, by stage, or a file of C. `--shares 60` prints in which functions slow steps were.
+of the run before. A row has the seconds of each step, and the kernels that this process compiled
+meanwhile, by stage.
 """
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +38,6 @@ class Log:
         self.events: list[tuple[float, str, float]] = []
         self.began = time.monotonic()
         triton.knobs.compilation.listener = self._kernel
-        triton.knobs.build.impl = self._c
 
     def now(self) -> float:
         return round(time.monotonic() - self.began, 2)
@@ -56,17 +52,6 @@ class Log:
                 f"{src.name}: ir {times.ir_initialization / 1e6:.2f} {stages}", times.total / 1e6
             )
 
-    def _c(self, name: str, *given: object) -> str:
-        from triton.runtime import build
-
-        started = time.monotonic()
-        triton.knobs.build.impl = None
-        try:
-            return build._build(name, *given)
-        finally:
-            triton.knobs.build.impl = self._c
-            self._note(f"C {name}", time.monotonic() - started)
-
     @contextmanager
     def step(self) -> Iterator[dict[str, Any]]:
         found: dict[str, Any] = {}
@@ -76,70 +61,31 @@ class Log:
         found["compiled"] = self.events[before:]
 
 
-class Samples:
-    """In which functions the threads of this process are, looked at every few ms. `with Samples()
-    as samples: ...`; `shares` are seconds, with what a function calls.
-    """
-
-    PERIOD_S = 0.01
-
-    def __enter__(self) -> Samples:
-        self._found: Counter[str] = Counter()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._over.wait(self.PERIOD_S):
-            for thread, frame in sys._current_frames().items():
-                if thread == self._thread.ident:
-                    continue
-                names: set[str] = set()
-                at: Any = frame
-                while at is not None:
-                    code = at.f_code
-                    file = "/".join(Path(code.co_filename).parts[-2:])
-                    names.add(f"{file} {code.co_qualname}")
-                    at = at.f_back
-                self._found.update(names)
-
-    def shares(self, count: int) -> list[tuple[float, str]]:
-        return [(round(n * self.PERIOD_S, 2), name) for name, n in self._found.most_common(count)]
-
-
 def step(run: Run, layer: Layer) -> None:
     layer.ours()
     if run.device.type == "cuda":
         torch.cuda.synchronize(run.device)
 
 
-def measure(run: Run, model: str, log: Log, Ms: list[int], shares: int) -> bool:
+def measure(run: Run, model: str, log: Log, Ms: list[int]) -> bool:
     layer, steps = Layer(run, MODELS[model], max(Ms), True), []
     dist.barrier(group=run.group)  # connects the ranks
     for M in Ms:
         layer.take(M)
-        with log.step() as found, Samples() if shares else nullcontext() as samples:
+        with log.step() as found:
             step(run, layer)
         slowest = run.slowest(torch.tensor([found["seconds"]])).item()
         steps.append({"M": M, "slowest_s": round(slowest, 2), **found})
         run.say(f"M={M}: {slowest:.2f} s, {len(found['compiled'])} compiled on rank 0")
         for at, what, seconds in found["compiled"]:
             run.say(f"    at {at:6.2f} s: {seconds:5.2f} s {what}")
-        if samples is not None and found["seconds"] > 1:
-            for seconds, name in samples.shares(shares):
-                run.say(f"    {seconds:5.2f} s in {name}")
     run.row("first_steps", model=model, steps=steps)
     return True
 
 
 def main(
     out: Path, commit: str = "", device: str = "cuda", model: str = "", steps: str = "",
-    seconds: float = 240, shares: int = 0,
+    seconds: float = 240,
 ) -> None:  # fmt: skip
     """Be one of the ranks."""
     log = Log()
@@ -148,7 +94,7 @@ def main(
     Ms = [int(one) for one in (steps or (SMALL_STEPS if small else STEPS)).split(",")]
     given = model or ("small" if small else "qwen3-8b")
     run.say(f"joined after {log.now()} s")
-    gpu_run.measure_each(run, given.split(","), lambda one: measure(run, one, log, Ms, shares))
+    gpu_run.measure_each(run, given.split(","), lambda one: measure(run, one, log, Ms))
 
 
 if __name__ == "__main__":
