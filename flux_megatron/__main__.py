@@ -47,7 +47,8 @@ def _plain(words: Sequence[str], module: str) -> int:
     from flux_megatron import doctor
 
     try:
-        return doctor.main(given.arguments, Path())
+        with command_errors.checked_stdout():
+            return doctor.main(given.arguments, Path())
     except Exception as error:
         if given.debug:
             raise

@@ -192,9 +192,8 @@ def _check_checkout(release: str, checkout: Path | None) -> None:
         found = f"{checkout} has no pretrain_gpt.py" if checkout else "none given"
         raise LaunchError(f"--megatron-lm: {found}, a checkout of {release} needed")
     megatron_core.check(checkout)
-    found = megatron_core.version_in(checkout)
-    if found is None or found not in release:
-        found = found or "of an unknown version"
+    found = megatron_core.version_in(checkout) or "of an unknown version"
+    if found not in release:
         print(f"{checkout} is {found}, the experiment was written for {release}", file=sys.stderr)
 
 

@@ -33,9 +33,8 @@ def version_in(folder: Path) -> str | None:
     file = folder / PACKAGE_INFO
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH) *= *(\d+)", text, re.MULTILINE))
-    return (
-        ".".join(parts[name] for name in ("MAJOR", "MINOR", "PATCH")) if len(parts) == 3 else None
-    )
+    names = ("MAJOR", "MINOR", "PATCH")
+    return ".".join(parts[name] for name in names) if len(parts) == len(names) else None
 
 
 def check(*folders: Path) -> None:
