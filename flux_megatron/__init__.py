@@ -81,6 +81,8 @@ def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _PLACES[name]
+    if module.startswith("flux_megatron.integration"):  # which imports megatron
+        importlib.import_module("flux_megatron.versions.megatron_core").check()
     return getattr(importlib.import_module(module), attribute)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from flux_megatron import command_errors, lab_commands
 from flux_megatron.version import __version__
@@ -46,7 +47,8 @@ def _plain(words: Sequence[str], module: str) -> int:
     from flux_megatron import doctor
 
     try:
-        return doctor.main(given.arguments)
+        with command_errors.checked_stdout():
+            return doctor.main(given.arguments, Path())
     except Exception as error:
         if given.debug:
             raise

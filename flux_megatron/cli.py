@@ -50,7 +50,7 @@ AS_THEY_ARE = {"allow_extra_args": True, "ignore_unknown_options": True, "help_o
 @app.command(context_settings=AS_THEY_ARE)
 def doctor(context: typer.Context) -> None:
     """Say what this machine has of what a training run needs; fails if none could start."""
-    raise typer.Exit(plain_doctor.main(context.args))
+    raise typer.Exit(plain_doctor.main(context.args, Path()))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -82,6 +82,7 @@ def run(
 
     machine.check_device(device)
     bootstrap.check(str(script), arguments or [])
+    plain_doctor.check_script(script)
     ranks = machine.ranks(
         device,
         nproc_per_node,

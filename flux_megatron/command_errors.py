@@ -1,4 +1,5 @@
 """What ends a command, in one line, and its exit status. No typer: the core alone can say it.
+`checked_stdout` is for what a command writes: a disk may be full, and an `OSError` names no file.
 
 A `FluxError` is what a user can mend: its message stands alone. Of a package that is missing the
 line names the extra that brings it. All else names its type, as it may be a fault of ours.
@@ -7,10 +8,14 @@ line names the extra that brings it. All else names its type, as it may be a fau
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from flux_megatron.errors import BadInput, FluxError
+from flux_megatron.errors import BadInput, FluxError, RunFailed
 
 # of pyproject.toml, which tests hold this against
 EXTRAS = {
@@ -70,6 +75,62 @@ def is_there(module: str) -> bool:
         return find_spec(module) is not None
     except (ModuleNotFoundError, ValueError):  # the package it is in, or it is loaded but in part
         return False
+
+
+@contextmanager
+def checked_stdout() -> Iterator[None]:
+    """`RunFailed` where stdout cannot be written, at the latest at the end. Who reads a pipe may
+    leave early: that ends the process, without a word.
+    """
+    original: Any = sys.stdout
+    sys.stdout = checked = _Checked(original)
+    try:
+        try:
+            yield
+        except SystemExit:
+            checked.flush()
+            if checked.failed:  # which argparse does not say
+                sys.exit(1)
+            raise
+        checked.flush()
+    except BrokenPipeError:
+        sys.exit(1)
+    finally:
+        sys.stdout = original
+        if checked.failed:  # what is left in it would fail once more when Python ends
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, original.fileno())
+            os.close(nowhere)
+
+
+class _Checked:
+    """All of a text stream; `write` and `flush` name it when they fail."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.failed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._named():
+            return int(self._stream.write(text))
+
+    def flush(self) -> None:
+        with self._named():
+            self._stream.flush()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failed = True
+            if isinstance(error, BrokenPipeError):
+                raise
+            reason = (error.strerror or type(error).__name__).lower()
+            raise RunFailed(f"stdout not written: {reason}") from None
 
 
 class Parser(argparse.ArgumentParser):

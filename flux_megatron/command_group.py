@@ -49,7 +49,8 @@ class CommandGroup(TyperGroup):
         _open_standard_streams()
         options |= {"args": args, "standalone_mode": False}  # it raises: nothing is printed
         try:
-            status = super().main(**options)
+            with command_errors.checked_stdout():
+                status = super().main(**options)
         except ClickException as error:
             typer.echo(_usage(error, sys.argv[1:] if args is None else args), err=True)
             status = error.exit_code

@@ -5,6 +5,10 @@ Megatron imports this once its arguments are parsed, and takes the name out of t
 dictionary: so it is made at import, and only there.
 """
 
-from flux_megatron.integration.spec_argument import layer_spec_of_this_run
+from flux_megatron.versions import megatron_core
+
+megatron_core.check()  # before the next line imports it
+
+from flux_megatron.integration.spec_argument import layer_spec_of_this_run  # noqa: E402
 
 flux_layer_spec = layer_spec_of_this_run()

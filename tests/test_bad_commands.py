@@ -272,6 +272,27 @@ app()
     assert done.returncode == 0
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "words", ["--version", "doctor --help", "launch cpu/tiny --dry-run", PAPER, f"{PAPER} --json -"]
+)
+def test_a_stdout_that_cannot_be_written_is_said_in_one_line(words, unbuffered, folder):
+    """A full disk, also where the text would only be written when Python ends; and a pipe that
+    nobody reads any more, of which nothing is said.
+    """
+    command = [sys.executable, "-m", "flux_megatron", *words.split()]
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
+    read, pipe = os.pipe()
+    os.close(read)
+    full = os.open("/dev/full", os.O_WRONLY)
+    for stdout, said in ((full, "stdout not written: no space left on device\n"), (pipe, "")):
+        done = subprocess.run(
+            command, stdout=stdout, stderr=subprocess.PIPE, env=variables, text=True, timeout=60
+        )
+        os.close(stdout)
+        assert (done.returncode, done.stderr) == (1, said)
+
+
 def cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

@@ -15,6 +15,7 @@ from without_torch import without_torch
 
 from flux_megatron import doctor, settings
 from flux_megatron.doctor import Finding, Wanted, calls, examine, machine, packages
+from flux_megatron.errors import BadInput
 from flux_megatron.kernels import hopper_gemm
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.symm import enqueue
@@ -107,7 +108,7 @@ def test_who_makes_the_driver_calls(monkeypatch, native, reason, status, said):
     [
         ("torch", "2.9.1+cu126", "missing"), ("torch", "2.10.0", "ok"),
         ("triton", None, "missing"), ("triton", "3.0.0", "missing"), ("triton", "3.6.0", "ok"),
-        ("megatron-core", "0.13.0", "note"), ("megatron-core", "0.14.0", "ok"),
+        ("megatron-core", "0.13.0", "missing"), ("megatron-core", "0.14.0", "ok"),
         ("megatron-core", "0.19.2", "ok"), ("megatron-core", "0.21.0", "note"),
         ("megatron-core", None, "missing"),
     ],
@@ -248,7 +249,7 @@ def test_the_data_set_helper_of_another_python_is_seen(tmp_path, monkeypatch):
     programs, checkout = tmp_path / "bin", tmp_path / "Megatron-LM"
     datasets = checkout / "megatron" / "core" / "datasets"
     datasets.mkdir(parents=True)
-    names = ("make", "g++", "python3-config")
+    names = ("make", "g++", "python3", "python3-config")
     written(programs, dict.fromkeys(names, "#!/bin/sh\necho .cpython-27-other.so\n"))
     for name in names:
         (programs / name).chmod(0o755)
@@ -260,6 +261,13 @@ def test_the_data_set_helper_of_another_python_is_seen(tmp_path, monkeypatch):
 
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     (programs / "python3-config").write_text(f"#!/bin/sh\necho {suffix}\n")
+    (programs / "python3").write_text("#!/bin/sh\nexit 1\n")
+    helper = found("data set helper", Wanted(checkout=checkout))
+    assert (helper.status, helper.text) == ("missing", "no pybind11 of the python3 on PATH")
+    with pytest.raises(BadInput, match="no pybind11 of the python3 on PATH; pip install -e "):
+        doctor.check_script(checkout / "pretrain_gpt.py")
+    (programs / "python3").write_text("#!/bin/sh\necho -I/include\n")
+    doctor.check_script(checkout / "pretrain_gpt.py")
     assert found("data set helper", Wanted(checkout=checkout)).status == "ok"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert found("data set helper", Wanted(checkout=checkout)).text == f"no {', '.join(names)}"

@@ -42,7 +42,7 @@ def rooms(table: str) -> dict[str, Room]:
 PRODUCT = rooms("""\
 settings:
 version:
-versions: || torch  # a look at what torch has; nothing when it is loaded
+versions: errors || torch  # a look at what torch has; nothing when it is loaded
 errors:
 command_errors: errors  # how a command ends, where only the core is installed
 # the laboratory's commands by name: the command line works without them
@@ -56,7 +56,8 @@ config_files: errors | yaml
 option_values: errors  # what any command may be given
 machine: errors  # the GPUs of this machine, counted without torch
 # `python -m flux_megatron.launch` becomes a rank of a training run: see AT_IMPORT
-launch: config_files errors machine option_values problem shipped version versions.python
+launch: config_files errors machine option_values problem shipped version versions.megatron_core
+    versions.python
     integration.arguments integration.bootstrap integration.cpu_pretrain
     | jinja2 pydantic typer yaml
 wgrad: | torch | fused_weight_gradient_mlp_cuda
@@ -92,7 +93,7 @@ integration: command_errors errors settings ops pieces nn wgrad scaling expert_p
 tune_command: command_errors errors machine option_values patterns problem settings
     expert_parallel launch.parser_signature overlap.registry symm.workspace tuning
     | torch typer rich
-specs: integration.spec_argument  # the name that Megatron's --spec is given
+specs: versions.megatron_core integration.spec_argument  # the name that Megatron's --spec is given
 """)
 BELOW = " ".join(PRODUCT)
 # The laboratory. It may import the product, and of the product only the command line may import it.
@@ -100,10 +101,11 @@ LABORATORY = rooms(f"""\
 lab:
 lab.reference: patterns | torch
 lab.train: command_errors config_files errors option_values settings shipped integration
-    launch.schema overlap.report symm.step | torch megatron matplotlib numpy pydantic typer
+    launch.schema overlap.report symm.step versions.megatron_core
+    | torch megatron matplotlib numpy pydantic typer
 # decodes what `train` has trained, in ranks that `train` starts
 lab.generate: command_errors errors launch.schema option_values overlap.report symm.step lab.train
-    | torch megatron pydantic typer
+    versions.megatron_core | torch megatron pydantic typer
 # what runs have logged, and what they were to be: read and predicted where they are submitted
 lab.results: errors launch option_values lab.perf | scipy typer | rich
 lab.perf: errors launch.memory launch.workload patterns problem | pydantic
@@ -117,7 +119,7 @@ PRODUCT |= rooms(f"""\
 doctor: {BELOW} | *
 preflight: | torch  # runs on a node before the ranks, and once as ranks of its own
 # reads Megatron's sources as text: it works where neither torch nor megatron can be imported
-patching: errors shipped | typer
+patching: errors shipped versions.megatron_core | typer
 cli: {BELOW} doctor patching | *
 __main__: command_errors lab_commands version cli doctor
 """)
@@ -126,7 +128,7 @@ BY_NAME = {"importlib.import_module", "import_module", "__import__"}
 # These must start fast on any machine: outside functions they import no more than this.
 AT_IMPORT = rooms(f"""\
 : {BASE}
-launch: config_files version errors machine option_values problem shipped
+launch: config_files version errors machine option_values problem shipped versions.megatron_core
     | jinja2 pydantic typer yaml
 doctor: {BASE} command_errors option_values versions
 __main__: command_errors errors lab_commands version

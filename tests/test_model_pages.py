@@ -111,16 +111,39 @@ INSTALLED = pytest.mark.skipif(not TRANSFORMERS, reason="transformers is not ins
 
 
 @pytest.mark.parametrize("stand_in", [True, pytest.param(False, marks=INSTALLED)])
-def test_the_swapped_mlps_train_as_the_model_does(stand_in):
+def test_the_split_attention_and_mlps_train_as_the_model_does(stand_in):
+    """The attention keeps its number of heads; each rank has one of the two for keys and values."""
     ours = losses(example(HUGGING_FACE), 2, stand_in)
     falling(ours)
-    swap = r"^ +for layer in model.*\n +layer\.mlp = .*\n"
+    swap = r"^ +for layer in model.*\n +parallelize_module.*\n +layer\.mlp = .*\n"
     whole = losses(without(HUGGING_FACE, swap), 1, stand_in)
     assert ours == pytest.approx(whole, abs=5e-6)
 
 
 def llama() -> ModuleType:
-    """What the example needs of transformers: names of modules and of their weights."""
+    """What the example needs of transformers: names of modules and of their weights, and attention
+    that takes its number of heads from the shapes.
+    """
+
+    class Attention(nn.Module):
+        def __init__(self, c: SimpleNamespace) -> None:
+            super().__init__()
+            self.head_dim = c.hidden_size // c.num_attention_heads
+            of_keys = c.num_key_value_heads * self.head_dim
+            self.q_proj, self.o_proj = (
+                nn.Linear(c.hidden_size, c.hidden_size, bias=False) for _ in range(2)
+            )
+            self.k_proj, self.v_proj = (
+                nn.Linear(c.hidden_size, of_keys, bias=False) for _ in range(2)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (
+                projection(x).view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
+                for projection in (self.q_proj, self.k_proj, self.v_proj)
+            )
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return self.o_proj(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
 
     class Mlp(nn.Module):
         def __init__(self, width: int, inner: int) -> None:
@@ -132,19 +155,23 @@ def llama() -> ModuleType:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
-    def layer(width: int, inner: int) -> nn.ModuleDict:
-        return nn.ModuleDict({"mlp": Mlp(width, inner), "norm": nn.RMSNorm(width)})
+    def layer(c: SimpleNamespace) -> nn.ModuleDict:
+        width = c.hidden_size
+        norms = {"attention_norm": nn.RMSNorm(width), "norm": nn.RMSNorm(width)}
+        parts = {"self_attn": Attention(c), "mlp": Mlp(width, c.intermediate_size)}
+        return nn.ModuleDict(parts | norms)
 
     class Llama(nn.Module):
         def __init__(self, c: SimpleNamespace) -> None:
             super().__init__()
-            layers = (layer(c.hidden_size, c.intermediate_size) for _ in range(c.num_hidden_layers))
+            layers = (layer(c) for _ in range(c.num_hidden_layers))
             embed = nn.Embedding(c.vocab_size, c.hidden_size)
             self.model = nn.ModuleDict({"embed": embed, "layers": nn.ModuleList(layers)})
 
         def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
             x = self.model.embed(input_ids)
             for layer in self.model.layers:
+                x = x + layer.self_attn(layer.attention_norm(x))
                 x = x + layer.mlp(layer.norm(x))
             words = x @ self.model.embed.weight.t()
             return SimpleNamespace(

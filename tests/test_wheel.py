@@ -276,3 +276,5 @@ def test_the_pages_of_a_beginner_name_commands_and_files_that_exist(page):
     assert {*re.findall(r"flux-megatron ([a-z]+)", text)} <= known.keys()
     for script in re.findall(r"scripts/[\w.]+", text):
         assert (ROOT / script).exists()
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL))
+    assert "git clone" not in blocks, "of an address that nobody can know"

@@ -18,6 +18,7 @@ from flux_megatron.command_errors import Parser
 from flux_megatron.doctor import calls, machine, packages
 from flux_megatron.doctor.finding import Finding, Wanted, gpus_seen
 from flux_megatron.errors import BadInput
+from flux_megatron.versions import megatron_core
 
 COLOURS = {"ok": 32, "note": 33, "missing": 31}  # of a terminal: green, yellow, red
 PACKAGES = ("transformer_engine", "apex")
@@ -32,7 +33,10 @@ def parser() -> Parser:
     )  # fmt: skip
     add = parser.add_argument
     add("--gpus", type=_count, help="GPUs that this node must have; 0: it runs on the CPU")
-    add("--megatron-lm", type=Path, metavar="DIR", help="The checkout that is to run")
+    add(
+        "--megatron-lm", type=Path, metavar="DIR",
+        help="The checkout that is to run; default: the current folder, if it is one",
+    )  # fmt: skip
     add("--need", action="append", default=[], choices=PACKAGES, help="Must be there")
     add("--quiet", action="store_true", help="Only what is missing")
     add("--json", type=_json, metavar="PATH", help="Write what is found there; - for stdout")
@@ -64,16 +68,21 @@ def _json(text: str) -> Path:
     return path
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; its exit status."""
+def main(arguments: Sequence[str] | None = None, here: Path | None = None) -> int:
+    """The command; its exit status. `here`: what is looked at where no checkout is named and this
+    is one.
+    """
     given = parser().parse_args(arguments)
     if given.strategies is not None:
         from flux_megatron.doctor import strategies
 
         print(strategies.text(given.strategies or max(2, gpus_seen())))
         return 0
+    checkout = given.megatron_lm
+    if checkout is None and here is not None and megatron_core.version_in(here):
+        checkout = here.resolve()
     findings = []
-    for finding in examine(Wanted(given.gpus, given.megatron_lm, tuple(given.need))):
+    for finding in examine(Wanted(given.gpus, checkout, tuple(given.need))):
         findings.append(finding)
         if given.json != option_values.STDOUT and (finding.status == "missing" or not given.quiet):
             print(_line(finding), flush=True)
@@ -92,6 +101,13 @@ def examine(wanted: Wanted) -> Iterator[Finding]:
         except Exception as error:  # noqa: PERF203, the other probes are to speak
             subject = probe.__name__.replace("_", " ")
             yield Finding(subject, "note", f"not examined: {error!r}")
+
+
+def check_script(script: Path) -> None:
+    """`BadInput` for what Megatron would compile at the start of a run and cannot."""
+    for finding in packages.data_set_helper(Wanted(checkout=script.resolve().parent)):
+        if finding.status == "missing":
+            raise BadInput(f"{finding.subject}: {finding.text}; {finding.remedy}")
 
 
 def _line(finding: Finding) -> str:

@@ -10,8 +10,10 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 from flux_megatron.doctor.finding import Finding, Wanted, gpus_seen, untested
+from flux_megatron.versions import megatron_core
 from flux_megatron.versions.library import version_of
 from flux_megatron.versions.megatron_core import MEGATRON_CORE
 from flux_megatron.versions.python import PYTHON
@@ -21,6 +23,8 @@ from flux_megatron.versions.triton import TRITON
 
 # apex builds this beside itself; the package `apex` on PyPI is another project
 APEX = "fused_weight_gradient_mlp_cuda"
+SCRIPT = "pretrain_gpt.py"
+HELPER_NEEDS = ("make", "g++", "python3", "python3-config")
 
 
 def python(wanted: Wanted) -> Iterator[Finding]:
@@ -73,14 +77,16 @@ def megatron(wanted: Wanted) -> Iterator[Finding]:
     releases = parser_signature.releases()
     known = [name.removeprefix("core_v") for name in releases if name.startswith("core_v")]
     if wanted.checkout is not None:
-        subject, there = "Megatron-LM", (wanted.checkout / "pretrain_gpt.py").is_file()
-        version = parser_signature.version(wanted.checkout) if there else None
+        subject, there = "Megatron-LM", (wanted.checkout / SCRIPT).is_file()
+        version = megatron_core.version_in(wanted.checkout) if there else None
         text, remedy = f"{version} in {wanted.checkout}", "is the checkout on a shared file system?"
     else:
         subject, version = "megatron-core", version_of("megatron-core")
         text, remedy = str(version), "pip install 'flux-megatron[megatron]'"
     if version is None:
         yield Finding(subject, "missing", f"not in {wanted.checkout or 'this Python'}", remedy)
+    elif MEGATRON_CORE.is_too_old(version):
+        yield Finding(subject, "missing", f"{text} is too old", megatron_core.SUPPORTED)
     elif ".".join(version.split(".")[:2]) in {".".join(v.split(".")[:2]) for v in known}:
         yield Finding(subject, "ok", text)
     else:
@@ -90,12 +96,12 @@ def megatron(wanted: Wanted) -> Iterator[Finding]:
 
 def megatron_imports(wanted: Wanted) -> Iterator[Finding]:
     """What pretrain_gpt.py of the checkout imports and this Python has not."""
-    if wanted.checkout is None or not (wanted.checkout / "pretrain_gpt.py").is_file():
+    if (checkout := _usable(wanted)) is None or not (checkout / SCRIPT).is_file():
         return
     from flux_megatron.doctor import megatron_imports
 
-    for name, file in megatron_imports.missing(wanted.checkout).items():
-        text = f"not installed, {file} of {wanted.checkout} imports it"
+    for name, file in megatron_imports.missing(checkout, SCRIPT).items():
+        text = f"not installed, {file} of {checkout} imports it"
         yield Finding(name, "missing", text, f"pip install {name}")
 
 
@@ -103,24 +109,44 @@ def data_set_helper(wanted: Wanted) -> Iterator[Finding]:
     """Megatron compiles it at the first start, for the Python whose python3-config is on PATH:
     outside a virtual environment that may be another one's.
     """
-    folder = wanted.checkout and wanted.checkout / "megatron" / "core" / "datasets"
-    if folder is None or not folder.is_dir():
+    if (checkout := _usable(wanted)) is None:
+        return
+    folder = checkout / "megatron" / "core" / "datasets"
+    if not folder.is_dir():
         return
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     if (folder / f"helpers_cpp{suffix}").is_file():
         yield Finding("data set helper", "ok", "compiled")
         return
-    lacking = [name for name in ("make", "g++", "python3-config") if shutil.which(name) is None]
+    lacking = [name for name in HELPER_NEEDS if shutil.which(name) is None]
     if not lacking:
-        command = ["python3-config", "--extension-suffix"]
-        built = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+        built = _output("python3-config", "--extension-suffix")
         if built != suffix:
             lacking = [f"this Python's python3-config: that on PATH is of {built}"]
+        elif not _output("python3", "-m", "pybind11", "--includes"):
+            lacking = ["pybind11 of the python3 on PATH"]
     if not lacking:
         yield Finding("data set helper", "ok", "not compiled yet, Megatron does so at its start")
         return
-    remedy = f"pip install -e {wanted.checkout} compiles it"
+    remedy = f"pip install -e {checkout} compiles it"
+    if "g++" in lacking:
+        remedy = f"install g++, then {remedy}"
     yield Finding("data set helper", "missing", f"no {', '.join(lacking)}", remedy)
+
+
+def _usable(wanted: Wanted) -> Path | None:
+    """The checkout, unless it is too old: what else such a one lacks does not matter."""
+    version = megatron_core.version_in(wanted.checkout) if wanted.checkout else None
+    return None if version and MEGATRON_CORE.is_too_old(version) else wanted.checkout
+
+
+def _output(*command: str) -> str:
+    """What a program writes; nothing of one that fails or does not come back."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return "" if done.returncode else done.stdout.strip()
 
 
 def other_packages(wanted: Wanted) -> Iterator[Finding]:

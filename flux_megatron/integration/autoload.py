@@ -17,6 +17,7 @@ import sys
 from typing import Any
 
 from flux_megatron import settings
+from flux_megatron.versions import megatron_core
 
 PARALLEL_STATE = "megatron.core.parallel_state"
 INITIALIZE = "initialize_model_parallel"
@@ -91,6 +92,7 @@ def _begin_with(holder: Any, name: str) -> None:
 def _enable() -> None:
     global _enabling
     disarm()  # first: what follows imports
+    megatron_core.check()
     from flux_megatron.integration import enabling
 
     enabling.enable()

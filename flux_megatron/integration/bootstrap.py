@@ -14,20 +14,23 @@ from flux_megatron.command_errors import is_there
 from flux_megatron.errors import BadInput
 from flux_megatron.integration.arguments import Argument, arguments_of
 from flux_megatron.integration.flags import add_flux_arguments
+from flux_megatron.versions import megatron_core
 
 
 def check(script: str, arguments: Sequence[str]) -> None:
-    """`BadInput` unless `script` is a file that megatron.training is beside, or on PYTHONPATH, and
-    the package is there that writes checkpoints: without it Megatron waits for writers that died.
+    """`BadInput` unless `script` is a file that megatron.training is beside, or on PYTHONPATH, of a
+    release that we support, and the package is there that writes checkpoints: without it Megatron
+    waits for writers that died.
     """
     if not Path(script).is_file():
         raise BadInput(f"{script}: no such file; Megatron-LM's pretrain_gpt.py or another expected")
-    beside = Path(script).resolve().parent / "megatron" / "training"
-    if not beside.is_dir() and not is_there("megatron.training"):
+    beside = Path(script).resolve().parent
+    if not (beside / "megatron" / "training").is_dir() and not is_there("megatron.training"):
         raise BadInput(
             f"no megatron.training beside {script} or on PYTHONPATH: the package megatron-core "
             "does not have it, a checkout of Megatron-LM does"
         )
+    megatron_core.check(beside)
     saves = any(word.partition("=")[0] == "--save" for word in arguments)
     if saves and not is_there("psutil"):
         raise BadInput("--save: Megatron's checkpoints need psutil: pip install psutil")

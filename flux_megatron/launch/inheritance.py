@@ -102,7 +102,7 @@ class Merged:
         merge(self.tree, {section: raw} if section else raw)
         own, values = flat(raw, prefix), flat(self.tree)
         self.why = {key: why for key, why in self.why.items() if key in values.keys() - own.keys()}
-        for key in values.keys() - self.why.keys():
+        for key in [key for key in values if key not in self.why]:
             if covering := [reason for reason in reasons if covers(reason, key)]:
                 self.why[key] = reasons[max(covering, key=len)]
         for reason, (kind, _) in reasons.items():

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flux_megatron import config_files, machine, option_values
-from flux_megatron.launch import experiment, parser_signature, run_folder, scripts, site
+from flux_megatron.launch import experiment, run_folder, scripts, site
 from flux_megatron.launch.errors import LaunchError
 from flux_megatron.launch.experiment import Experiment
 from flux_megatron.launch.scripts import RunOptions
 from flux_megatron.launch.workload import Arm
+from flux_megatron.versions import megatron_core
 
 INTERRUPTED = 130
 ROUNDS = 2  # of several arms: A B A B, so that what drifts during a job does not fall on one arm
@@ -184,11 +185,14 @@ def _check_options(kept: Experiment, options: RunOptions) -> None:
 
 
 def _check_checkout(release: str, checkout: Path | None) -> None:
-    """`LaunchError` where there is none; one of another release is reported."""
+    """`LaunchError` where there is none, `BadInput` for one that is too old; one of another release
+    is reported.
+    """
     if checkout is None or not (checkout / "pretrain_gpt.py").is_file():
         found = f"{checkout} has no pretrain_gpt.py" if checkout else "none given"
         raise LaunchError(f"--megatron-lm: {found}, a checkout of {release} needed")
-    found = parser_signature.version(checkout)
+    megatron_core.check(checkout)
+    found = megatron_core.version_in(checkout) or "of an unknown version"
     if found not in release:
         print(f"{checkout} is {found}, the experiment was written for {release}", file=sys.stderr)
 

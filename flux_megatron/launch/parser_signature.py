@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -37,14 +36,6 @@ def recorded() -> dict[str, Signature]:
 def releases() -> list[str]:
     """The releases of Megatron-LM whose parsers are recorded."""
     return [name for name in recorded() if name != OURS]
-
-
-def version(checkout: Path) -> str:
-    """Such as 0.16.1, read from the sources of a checkout."""
-    file = checkout / "megatron" / "core" / "package_info.py"
-    text = file.read_text() if file.is_file() else ""
-    parts = re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.M)
-    return ".".join(parts) or "of an unknown version"
 
 
 def check(arguments: list[str], release: str) -> list[str]:

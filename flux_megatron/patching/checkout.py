@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +20,7 @@ from flux_megatron.patching.series import (
     numbers,
     supported,
 )
-
-PACKAGE_INFO = "megatron/core/package_info.py"
+from flux_megatron.versions.megatron_core import PACKAGE_INFO, version_in
 
 
 class Refused(FluxError):
@@ -126,13 +124,11 @@ def record(checkout: Path, name: str) -> Path:
 
 def version_of(checkout: Path) -> str:
     """The version in `megatron.core`, such as "0.16.1"; a release's tag may say otherwise."""
-    text = _read(checkout, PACKAGE_INFO)
-    parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH) *= *(\d+)", text, re.MULTILINE))
-    if len(parts) < 3:
+    if (version := version_in(checkout)) is None:
         raise BadInput(
             f"{checkout} is no checkout of Megatron-LM: no version in {PACKAGE_INFO} found"
         )
-    return ".".join(parts[name] for name in ("MAJOR", "MINOR", "PATCH"))
+    return version
 
 
 def _differences(checkout: Path, series: Series) -> list[str]:

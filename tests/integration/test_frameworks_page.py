@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -81,6 +83,50 @@ def test_the_call_of_the_page(rank):
     exec(snippet("## What do the calls do?", "python"), {})
     (model,) = Provider().provide_distributed_model(DistributedDataParallelConfig())
     assert sbs.ours(model) == sbs.ALL - {"output_layer"}
+
+
+BUILT_IN_PYTHON = """
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+import flux_megatron
+
+dist.init_process_group("gloo")
+parallel_state.initialize_model_parallel(2)
+model_parallel_cuda_manual_seed(1)
+flux_megatron.enable()
+config = TransformerConfig(
+    num_layers=1, hidden_size=16, num_attention_heads=2, tensor_model_parallel_size=2,
+    sequence_parallel=True, gradient_accumulation_fusion=False,
+)
+model = GPTModel(config=config, transformer_layer_spec=get_gpt_layer_local_spec(),
+                 vocab_size=32, max_sequence_length=8)
+tokens, mask = torch.arange(8).view(1, 8), torch.ones(1, 1, 8, 8).triu(1).bool()
+model(tokens, tokens, mask, labels=tokens).sum().backward()
+done = flux_megatron.report()
+assert done.total and done.overlapped == done.total, done
+"""
+
+
+def test_a_model_that_python_builds_runs_without_a_gpu(tmp_path):
+    """By the block of the page, and not without it."""
+    script = tmp_path / "train.py"
+    block = snippet("## How do I try it without a GPU?", "python")
+    without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    for first, ends in ((block, True), ("", False)):
+        script.write_text(first + BUILT_IN_PYTHON)
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+             str(script)], env=without | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True,
+            text=True, timeout=240,
+        )  # fmt: skip
+        assert (done.returncode == 0) is ends, done.stderr
+    said = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs")
+    assert any(text in done.stderr for text in said)
 
 
 def test_workers_are_given_the_variable():

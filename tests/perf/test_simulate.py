@@ -37,6 +37,16 @@ def test_it_runs_without_torch(tmp_path: Path):
     assert found["alternatives"]
 
 
+@pytest.mark.parametrize("name", [PCIE, "study/dlrm-128-nodes"])
+def test_what_is_printed_does_not_depend_on_the_order_of_hashes(name, monkeypatch):
+    printed = set()
+    for seed in "123":
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        printed.add(without_torch("simulate", name, "--assumptions", "--sweep").stdout)
+    (text,) = printed
+    assert "Assumed" in text
+
+
 def test_json_to_stdout_is_all_that_is_printed():
     done = CliRunner().invoke(app, ["simulate", PCIE, "--json", "-"])
     assert [*json.loads(done.stdout)["arms"]] == ["megatron", "te", "flux"]

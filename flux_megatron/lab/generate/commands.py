@@ -12,6 +12,7 @@ import typer
 
 from flux_megatron import command_errors, option_values
 from flux_megatron.errors import BadInput
+from flux_megatron.versions import megatron_core
 
 MOST_PROMPTS = 64  # rows of a decoding step for which `low_latency` is chosen unmeasured
 
@@ -35,6 +36,7 @@ def generate(
 ) -> None:
     """Decode text with a GPT of `flux-megatron train`, over tensor-parallel ranks."""
     command_errors.require("generate", "megatron.core", "numpy", "psutil")
+    megatron_core.check()
     from flux_megatron.lab.train import ranks
     from flux_megatron.lab.train.run_folder import show
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from flux_megatron import command_errors, config_files, option_values
+from flux_megatron.versions import megatron_core
 
 Texts = list[str] | None
 
@@ -27,6 +28,7 @@ def train(
 ) -> None:
     """Pretrain a GPT with megatron-core on our layers."""
     command_errors.require("train", "megatron.core", "numpy", "psutil")
+    megatron_core.check()
     from flux_megatron.lab.train import compare as comparison
     from flux_megatron.lab.train import config as configs
     from flux_megatron.lab.train import ranks

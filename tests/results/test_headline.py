@@ -1,0 +1,34 @@
+"""The gains that README.md names are rows, and its sentences say which layers of Megatron they ran
+with: `--transformer-impl local` is not Megatron's default.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+GAIN = r"(\d\.\d{3})[^()]*\((?:95 %: )?(\d\.\d{3}) to (\d\.\d{3})\)"
+
+
+def rows() -> dict[tuple[str, ...], str | None]:
+    """Of each gain and its interval the layers that it was measured with."""
+    found: dict[tuple[str, ...], str | None] = {}
+    for file in (ROOT / "docs" / "results").glob("*/iterations.jsonl"):
+        for row in map(json.loads, file.read_text().splitlines()):
+            for gain in re.findall(GAIN, row.get("speedup", "")):
+                found[gain] = row.get("transformer_impl")
+    return found
+
+
+def test_a_gain_stands_beside_the_layers_that_it_was_measured_with():
+    text = (ROOT / "README.md").read_text()
+    section = text.split("\n## What does it gain?\n")[1].split("\n## ")[0]
+    measured, named = rows(), set()
+    for paragraph in section.split("\n\n"):
+        local = "`--transformer-impl local`" in paragraph
+        for gain in re.findall(GAIN, paragraph):
+            assert measured[gain] == ("local" if local else "transformer_engine"), gain
+            named.add(local)
+    assert named == {True, False}, "both Megatron's default and the other one"
