@@ -10,9 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("jinja2", reason="needs the extra `launch`")
-
 from launched import launch
 
 from flux_megatron.launch import scripts
