@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flux_megatron import settings
 from flux_megatron.kernels import native_launch, triton_launch
-from flux_megatron.overlap import calls
+from flux_megatron.overlap import calls, transfer
 from flux_megatron.overlap.calls import InFlight
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.scaling import Scaling
@@ -322,6 +322,15 @@ def test_kernels_that_python_launches_get_epochs_of_32_bits(space, monkeypatch):
     space.channel.epoch = 2**31 - 1
     by_kernel(*operands(0), "nt", PLAN, space)
     assert -(2**31) in [one for one in given[0] if isinstance(one, int)]
+
+
+def test_no_lists_are_made_of_a_captured_call(space, monkeypatch):
+    by_kernel(*operands(0), "nt", PLAN, space)
+    monkeypatch.setattr(transfer, "rank_barrier", lambda call: None)
+    for region in space.channel._regions:
+        region.entries = 1
+    by_kernel(*operands(1), "nt", PLAN, space)
+    assert program(space).lists is None
 
 
 def test_c_is_asked_before_the_first_function_of_torch(space):
