@@ -30,6 +30,7 @@ _ours = [str(Path(__file__).parents[1]), str(Path(__file__).with_name("processes
 _paths = [*_ours, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in dict.fromkeys(_paths) if path)
 
+import extras  # noqa: E402
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -88,6 +89,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     alone = config.option.markexpr == "alone"
     others = collection_path.suffix == ".py" and collection_path.stem not in ALONE
     return True if alone and others else None
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return extras.Module.from_parent(parent, path=module_path)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -1,9 +1,9 @@
 """Ranks that serve many tests: on GPUs their start, ten seconds, would be most of a test.
 
 There is one pool of processes a world size. A body finds it as a fresh process would be: what it
-replaces in our modules is put back, its settings are taken back, and when all ranks have answered
-they meet and let go of all memory. A pool whose body failed or did not answer is thrown away, and
-so is one whose body leaves process groups behind.
+replaces in our modules and in those of tests is put back, its settings are taken back, and when all
+ranks have answered they meet and let go of all memory. A pool whose body failed or did not answer
+is thrown away, and so is one whose body leaves process groups behind.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from rank_process import RankFailure, Ranks
 
 START_S = 120  # imports, and the first communicator
 TIDY_S = 30
+OURS = tuple(f"{Path(__file__).parents[1] / folder}/" for folder in ("flux_megatron", "tests"))
 SETTINGS = "FLUX_MEGATRON_"  # what variables of ours begin with
 
 
@@ -68,14 +71,15 @@ def _settings(environment: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _modules_put_back() -> Iterator[None]:
-    """Names of our modules mean what they meant before."""
-    names = [name for name in sys.modules if name.split(".")[0] == "flux_megatron"]
-    before = {name: dict(vars(sys.modules[name])) for name in names}
+    """Names of our modules, and of those of tests, mean what they meant before."""
+    modules = [vars(one) for one in [*sys.modules.values()] if isinstance(one, ModuleType)]
+    ours = [names for names in modules if (names.get("__file__") or "").startswith(OURS)]
+    before = [dict(names) for names in ours]
     try:
         yield
     finally:
-        for name, values in before.items():
-            vars(sys.modules[name]).update(values)
+        for names, values in zip(ours, before, strict=True):
+            names.update(values)
 
 
 def forget() -> None:

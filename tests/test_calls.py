@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flux_megatron import settings
 from flux_megatron.kernels import native_launch, triton_launch
-from flux_megatron.overlap import calls
+from flux_megatron.overlap import calls, transfer
 from flux_megatron.overlap.calls import InFlight
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.scaling import Scaling
@@ -152,7 +152,7 @@ def gemms(p: CallProgram) -> Slot:
     y = p.x.new_empty(2 * M, N)
     p.torch(gemm, p.x[:3], p.w, y[:3])
     p.move("signal", always(SIGNAL), channel.epoch)
-    p.torch(gemm, p.x[3:], p.w, y[3:M])
+    p.torch(gemm, p.x[1:][2:], p.w, y[3:M])
     p.torch(gemm, region, p.w, y[M:])
     if p.bias is not None:
         p.torch(Tensor.add_, y, p.bias)
@@ -161,6 +161,21 @@ def gemms(p: CallProgram) -> Slot:
     p.move("join")
     p.held += (p.x,)
     return y
+
+
+def gemm_first(p: CallProgram) -> Slot:
+    channel = p.channel("gather", 100)
+    y = p.x.new_empty(M, N)
+    p.torch(gemm, p.x, p.w, y)
+    p.move("signal", channel.signal(0, 0, 3), channel.epoch)
+    return y
+
+
+def two_signals(p: CallProgram) -> Slot:
+    for name in ("gather", "scatter"):
+        channel = p.channel(name, 100)
+        p.move("signal", channel.signal(0, 0, 3), channel.epoch)
+    return p.x.new_empty(M, N)
 
 
 def scales_read(p: CallProgram) -> Slot:
@@ -273,15 +288,89 @@ def test_what_c_refuses_python_does(space, monkeypatch):
     ag_gemm(*operands(1), None, "nt", PLAN, space, lambda rows: None)
     streams(space)
     x, w = operands(2)
-    shifted = torch.zeros(200)[1 : 1 + M * K].view(M, K)
-    for given, capturing in ((shifted, 0), (x, 1), (x, -1)):
+    shifted_x = torch.zeros(200)[1 : 1 + M * K].view(M, K)
+    shifted_w = torch.zeros(200)[1 : 1 + N * K].view(N, K)
+    for given, capturing in (((shifted_x, w), 0), ((x, shifted_w), 0), ((x, w), 1), ((x, w), -1)):
         space.driver.word("fake_capturing").value = capturing
         before = space.channel.epoch
-        call = InFlight(program(space), given, w, None)
+        call = InFlight(program(space), *given, None)
         assert call._lists is None
         call.finish()
         assert streams(space) == [*FIRST, *LAST]
         assert space.channel.epoch == before + 1
+        made = call.tensors[calls._MADE :]
+        assert len(made) == 1, "memory that C would not take is given back"
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_each_of_two_channels_has_its_own_epoch(space, watched, monkeypatch):
+    monkeypatch.setattr(calls, "is_watched", lambda: watched)
+    space.channels["scatter"] = Channel()
+    space.channels["scatter"].epoch = 40
+    begin = lambda name, *given: space.channels[name].begin(False)  # noqa: E731
+    monkeypatch.setattr(space, "begin", begin)
+    call, _ = calls.reducing(two_signals)
+    for number in range(1, 4):
+        call(*operands(number), "nt", PLAN, space)
+        assert [one[3] for one in space.driver.done()] == [number, 40 + number]
+
+
+def test_kernels_that_python_launches_get_epochs_of_32_bits(space, monkeypatch):
+    given: list[tuple] = []
+    launched = lambda self, grid: lambda *one, **named: (given.append(one), COMPILED)[1]  # noqa: E731
+    monkeypatch.setattr(Kernel, "__getitem__", launched)
+    space.channel.epoch = 2**31 - 1
+    by_kernel(*operands(0), "nt", PLAN, space)
+    assert -(2**31) in [one for one in given[0] if isinstance(one, int)]
+
+
+def test_no_lists_are_made_of_a_captured_call(space, monkeypatch):
+    by_kernel(*operands(0), "nt", PLAN, space)
+    monkeypatch.setattr(transfer, "rank_barrier", lambda call: None)
+    for region in space.channel._regions:
+        region.entries = 1
+    by_kernel(*operands(1), "nt", PLAN, space)
+    assert program(space).lists is None
+
+
+def test_c_is_asked_before_the_first_function_of_torch(space):
+    call, _ = calls.reducing(gemm_first)
+    call(*operands(0), "nt", PLAN, space)
+    space.driver.word("fake_capturing").value = 1
+    refused = InFlight(program(space), *operands(1), None)
+    assert (refused.program.lists is None, refused._lists) == (False, None)
+
+
+def test_a_whole_call_that_c_refuses_is_taken_back(space):
+    for _ in range(2):
+        by_kernel(*operands(0), "nt", PLAN, space)
+    streams(space)
+    before, w = space.channel.epoch, operands(0)[1]
+    by_kernel(torch.zeros(200)[1 : 1 + M * K].view(M, K), w, "nt", PLAN, space)
+    assert ("launch", CALLERS) not in streams(space)
+    assert (space.channel.epoch, space.channel.open) == (before + 1, False)
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_call_in_another_stream_comes_behind_the_last_one(space, monkeypatch, pieces):
+    def call(number: int) -> Tensor:
+        x, w = operands(number)
+        if pieces:
+            start(x, w, "nt", PLAN, space).finish()
+        else:
+            by_kernel(x, w, "nt", PLAN, space)
+        return x
+
+    for number in range(2):
+        call(number)
+    streams(space)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: OTHER)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: OTHER)
+    held: list[int] = []
+    monkeypatch.setattr(Tensor, "record_stream", lambda one, stream: held.append(one.data_ptr()))
+    x = call(2)
+    assert streams(space)[:2] == [("record", CALLERS), ("follow", OTHER)]
+    assert held == [x.data_ptr()] * pieces, "what its pushes read, which another stream has made"
 
 
 @pytest.mark.parametrize("wanted", ["refresh", "growth", "open"])
@@ -376,7 +465,9 @@ def test_pieces_follow_the_callers_stream(space, monkeypatch):
     assert streams(space) == [*ordered, ("copy", OTHER), *joined]
 
 
-def test_what_follows_a_function_comes_after_the_calls_of_other_threads(space):
+@pytest.mark.parametrize("watched", [False, True])
+def test_what_follows_a_function_comes_after_other_threads(space, watched, monkeypatch):
+    monkeypatch.setattr(calls, "is_watched", lambda: watched)
     whole(*operands(0), "nt", PLAN, space)
     streams(space)
     BEFORE_GEMM[0] = lambda: setattr(space.engine, "_last", OTHER)
@@ -420,13 +511,13 @@ def test_programs_differ_by_all_that_they_are_built_for(space):
     assert len(space.programs) == 9
 
 
-@pytest.mark.parametrize("watched", [False, True])
-def test_the_scales_of_fp8_are_those_of_each_call(space, watched, monkeypatch):
-    monkeypatch.setattr(calls, "is_watched", lambda: watched)
+@pytest.mark.parametrize("watched_from", [0, 2, 4])
+def test_the_scales_of_fp8_are_those_of_each_call(space, watched_from, monkeypatch):
     call, _ = calls.reducing(scales_read)
-    for _ in range(4):  # each at an address of its own, which is no multiple of 16
+    for number in range(4):  # each at an address of its own, which is no multiple of 16
+        monkeypatch.setattr(calls, "is_watched", lambda at=number: at >= watched_from)
         x_scale, w_scale = torch.rand(100)[1:3]
         call(*operands(0), "nt", PLAN, space, Scaling(x_scale, w_scale, torch.float32, False))
         read = [one[3] for one in [*space.driver.done()]]
         assert read == [x_scale.data_ptr(), w_scale.data_ptr()]
-    assert (program(space).lists is None) == watched
+    assert (program(space).lists is None) == (watched_from == 0)

@@ -299,6 +299,8 @@ def test_every_rank_refuses_misuse_and_the_group_still_works(rank):
         (both, (x, w), scales | {"w_scale": one.bfloat16()}, "w_scale [1] bfloat16"),
         (both, (x, w), scales | {"w_scale": one.to("meta")}, "w_scale [1] float32 on meta given"),
         (both, (x, w), scales | {"w_scale": 1.0}, "w_scale 1.0 given"),
+        (both, (x, w), {"x_scale": one[0], "w_scale": one.to_sparse()},
+         "w_scale of the type Tensor and the layout torch.sparse_coo given"),
         (both, (x, w), scales | {"out_dtype": E4M3}, "out_dtype torch.float8"),
         (both, (x, w.t().contiguous()[:, :16]), scales | {"layout": "nn"},
          "layout 'nn' given", "pass the cached transpose"),

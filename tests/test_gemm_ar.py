@@ -121,7 +121,8 @@ def test_of_the_last_rank_hopper_sums_fewer_rows(rank):
     kinds = itertools.product((257, 2049, 3333), ("sm", "copy_engine"), ("nt", "nn"))
     for M, transport, layout in kinds:
         plan = Plan("hopper", tile=replace(TILE, group_m=16), transport=transport, comm_rows=512)
-        xs, ws, expected = operands(M, 264, 416 // group.size(), torch.bfloat16, layout)
+        K_local = 416 // group.size()
+        xs, ws, expected = operands(M, 264, K_local, group.size(), torch.bfloat16, layout)
         x, w = xs[rank].to(DEVICE), ws[rank].to(DEVICE)
         for turn in range(3):
             y = ops.gemm_all_reduce(x, w, group, layout=layout, plan=plan)

@@ -7,9 +7,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-
-pytest.importorskip("megatron.core", reason="needs the extra `train`")
-
 import torch
 import torch.distributed as dist
 from forked_command import flux_megatron

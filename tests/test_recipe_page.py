@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("megatron")
-
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
 import recipe_page

@@ -1,9 +1,6 @@
 """What a run of `flux-megatron train` is: its configuration, its ranks, its folder."""
 
 import pytest
-
-pytest.importorskip("pydantic", reason="needs the extra `train`")
-
 from train_words import DEMO, load
 
 from flux_megatron import config_files, settings

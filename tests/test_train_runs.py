@@ -16,9 +16,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-
-pytest.importorskip("megatron.core", reason="needs the extra `train`")
-
 import torch
 from checkpoint_tensors import tensors
 from forked_command import ROOT, Command, flux_megatron, wait_for

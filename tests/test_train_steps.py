@@ -10,9 +10,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-
-pytest.importorskip("megatron.core", reason="needs the extra `train`")
-
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state

@@ -12,9 +12,6 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-
-pytest.importorskip("pydantic", reason="needs the extra `train`")
-
 import side_by_side as sbs
 import support_page
 import torch

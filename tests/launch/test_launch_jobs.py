@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
-pytest.importorskip("jinja2", reason="needs the extra `launch`")
-
 from launched import launch
 
 from flux_megatron.launch import scripts

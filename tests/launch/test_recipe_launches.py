@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("megatron")
-
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
 import recipe_page

@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("pydantic", reason="needs the extra `launch`")
-
 import published_runs
+import pytest
 from published_runs import RUNS, workload
 
 from flux_megatron.lab.perf import accuracy, flops, step

@@ -10,9 +10,6 @@ import pytest
 from test_simulate import printed
 from without_torch import without_torch
 
-pytest.importorskip("pydantic", reason="needs the extra `launch`")
-
-
 from flux_megatron.lab.perf import dlrm_step
 from flux_megatron.lab.perf.dlrm import Network, all_reduce_us, all_to_all_us
 from flux_megatron.lab.perf.dlrm_step import ARMS, Costs, Job, Prediction, serve

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("pydantic", reason="needs the extra `launch`")
-
 from flux_megatron.lab.perf import gemm, hardware, linear, quantization
 from flux_megatron.lab.perf.linear import Linear
 from flux_megatron.lab.simulate.predictions import predict

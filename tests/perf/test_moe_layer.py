@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("pydantic", reason="needs the extra `launch`")
-
 from flux_megatron.lab.perf import flops, layer, moe_layer, network, step
 from flux_megatron.lab.perf.hardware import in_training
 from flux_megatron.launch import megatron_arguments, memory
