@@ -39,7 +39,6 @@ class Jobs(NamedTuple):
     target: tuple[str, int, int]
     codes: Sequence[Code]
     marks: Sequence[str]
-    niceness: int
 
 
 def mark_of(code: Code, sources: str) -> str:
@@ -55,10 +54,10 @@ def _cache(mark: str) -> Any:
     return import_module("triton.runtime.cache").get_cache_manager(mark)
 
 
-def start(codes: Sequence[Code], marks: Sequence[str], device: torch.device, niceness: int) -> Any:
+def start(codes: Sequence[Code], marks: Sequence[str], device: torch.device) -> Any:
     """A process that compiles these for the device, or None where there can be no more."""
     major, minor = torch.cuda.get_device_capability(device)
-    jobs = Jobs(("cuda", 10 * major + minor, 32), codes, marks, niceness)
+    jobs = Jobs(("cuda", 10 * major + minor, 32), codes, marks)
     environment = {
         **os.environ, "CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "TRITON_INTERPRET": "0",  # which is on where there is no GPU
@@ -108,7 +107,6 @@ def main() -> None:
     from triton.runtime import driver
 
     jobs: Jobs = pickle.load(sys.stdin.buffer)
-    os.nice(jobs.niceness)
     driver.set_active(NoGpu(GPUTarget(*jobs.target)))
     for code, mark in zip(jobs.codes, jobs.marks, strict=True):
         try:

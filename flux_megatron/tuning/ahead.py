@@ -2,8 +2,7 @@
 
 The kinds of a model's layers are known by their first: a kernel depends on the pattern, the layout
 and the dtype, hardly on N and K, so a column layer has those of a row layer compiled too, and both
-in forward and backward. What training reaches is waited for; what only few rows need is compiled
-meanwhile.
+in forward and backward.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ from flux_megatron.symm.groups import timeout_s
 from flux_megatron.symm.space import Workspace
 from flux_megatron.tuning.environment import sources_digest
 from flux_megatron.tuning.plan_table import (
-    MANY,
     MOST,
-    RANGES,
     PlanTable,
     for_rows,
     raced_as,
@@ -38,40 +35,28 @@ from flux_megatron.tuning.plan_table import (
     ruled,
 )
 
-_awaited: list[Any] = []  # processes, whose kernels training reaches
-_beside: list[Any] = []  # those of few rows
-_asked: set[str] = set()  # marks of what they compile
+_asked: set[str] = set()  # marks of what processes of this one have compiled
 
 
-def compile_kinds(problem: Problem, table: PlanTable, space: Workspace) -> None:
-    """Compile what calls like the problem's may launch, whatever their M, and those of the layers
-    around it. Collective: each rank compiles a part.
+def compile_kinds(
+    problem: Problem, ranges: Iterable[int], table: PlanTable, space: Workspace
+) -> None:
+    """Compile what calls like the problem's may launch at any M of these ranges, and those of the
+    layers around it. Collective: each rank compiles a part, and waits for all.
     """
-    started, here = time.monotonic(), range_of(problem.M)
-    now = {*range(MANY, MOST + 1)} if here >= MANY else {here}
-    kinds = [problem, *_around(problem)]
-    first, processes = _started(_codes(kinds, now, table, space), _cores(), 0, space)
-    _awaited.extend(processes)
-    if first and dist.get_rank() == 0:
-        print(f"flux_megatron: compiles {first} kernels, once a machine", file=sys.stderr)
-    finish(now, space)
-    if first and dist.get_rank() == 0:
-        took_s = time.monotonic() - started
-        print(f"flux_megatron: compiled {first} kernels in {took_s:.0f} s", file=sys.stderr)
-    # training goes on beside these
-    few = _codes(kinds, {*RANGES} - now, table, space)
-    _beside.extend(_started(few, max(1, _cores() // 4), 19, space)[1])
-
-
-def finish(ranges: Iterable[int], space: Workspace) -> None:
-    """Wait until every rank has compiled what calls of these ranges launch, or has given it up.
-    Collective.
-    """
-    limit_s = min(compiled_ahead.LIMIT_S, timeout_s(space.group) / 2)  # the others wait meanwhile
-    for processes in (_awaited, _beside) if min(ranges) < MANY else (_awaited,):
-        compiled_ahead.wait(processes, limit_s)
-        processes.clear()
+    done = space.agreed.setdefault(("compiled", replace(problem, M=0)), set())
+    new = {*ranges} - done
+    if not new:
+        return
+    done |= new
+    started = time.monotonic()
+    codes = _codes([problem], new, table, space) + _codes(_around(problem), new, PlanTable(), space)
+    processes = _started([*dict.fromkeys(codes)], space)
+    compiled_ahead.wait(processes, min(compiled_ahead.LIMIT_S, timeout_s(space.group) / 2))
     space.agreement.confirm("kernels are compiled")
+    if processes and dist.get_rank() == 0:
+        took_s = time.monotonic() - started
+        print(f"flux_megatron: compiled kernels in {took_s:.0f} s, once a machine", file=sys.stderr)
 
 
 def _around(problem: Problem) -> list[Problem]:
@@ -134,20 +119,18 @@ def _rows(number: int, world_size: int) -> list[int]:
     return sorted(M for M in whole if range_of(M) == number and M < 1 << (MOST + 1))
 
 
-def _started(
-    codes: list[Code], cores: int, niceness: int, space: Workspace
-) -> tuple[int, list[Any]]:
-    """How many of this rank's part were never compiled, and processes that compile them."""
+def _started(codes: list[Code], space: Workspace) -> list[Any]:
+    """Processes that compile this rank's part of those that were never compiled."""
     mine = codes[space.group.rank() :: space.world_size]
     marks = {compiled_ahead.mark_of(code, sources_digest()): code for code in mine}
     new = [mark for mark in marks if mark not in _asked and not compiled_ahead.is_marked(mark)]
     _asked.update(new)
-    parts = [new[number::cores] for number in range(min(len(new), cores))]
+    # half of a process's time is imports, so two share a core
+    parts = [new[number :: 2 * _cores()] for number in range(min(len(new), 2 * _cores()))]
     started = [
-        compiled_ahead.start([marks[mark] for mark in part], part, space.device, niceness)
-        for part in parts
+        compiled_ahead.start([marks[mark] for mark in part], part, space.device) for part in parts
     ]
-    return len(new), [process for process in started if process is not None]
+    return [process for process in started if process is not None]
 
 
 def _cores() -> int:

@@ -24,7 +24,7 @@ from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.space import Workspace
 from flux_megatron.tuning import ahead, plan_cache, tuner
 from flux_megatron.tuning.plan_entry import Entry
-from flux_megatron.tuning.plan_table import RANGES, PlanTable, raced_as, racers
+from flux_megatron.tuning.plan_table import RANGES, PlanTable, raced_as, racers, together
 from flux_megatron.tuning.trial import Trial
 
 ROUNDS = 5  # of a race
@@ -59,7 +59,7 @@ def agreed_table(problem: Problem, plan: Plan | None, space: Workspace) -> PlanT
         table.settled |= {*RANGES}
     space.agreed[key] = table
     if said["races"] and problem.device == "cuda" and problem.world_size > 1:
-        ahead.compile_kinds(problem, table, space)
+        ahead.compile_kinds(problem, together(problem.M), table, space)
     return table
 
 
@@ -111,7 +111,8 @@ def _race(problem: Problem, ranges: list[int], table: PlanTable, space: Workspac
         names, _ = registry.overlapping(one, "auto", space.unavailable)
         plans |= {one: racers(one, names)} if names else {}
     with lasting():  # what is compiled and measured belongs to no caller
-        ahead.finish(ranges, space)
+        if space.device.type == "cuda":
+            ahead.compile_kinds(problem, ranges, table, space)
         for one in plans:
             if not tuner.leaders(space.group, _left_s() > 0):
                 break

@@ -31,6 +31,12 @@ def range_of(M: int) -> int:
     return min(MOST, max(FEWEST, round(math.log2(M))))
 
 
+def together(M: int) -> range:
+    """The ranges that calls of M rows make likely: all of training, or of few rows their own."""
+    number = range_of(M)
+    return range(MANY, MOST + 1) if number >= MANY else range(number, number + 1)
+
+
 def raced_as(problem: Problem, number: int) -> Problem:
     """What stands for a range in the race that the problem waits for: the problem itself in its
     own, for most runs have one M; whole shards, and no more rows than the last range's.
@@ -67,23 +73,19 @@ class PlanTable:
         so that no later call waits for a race.
         """
         done = self.settled | {range_of(one) for one in self.points}
-        number = range_of(M)
-        if number in done:
-            return []
-        return sorted({number, *(range(MANY, MOST + 1) if number >= MANY else ())} - done)
+        return [] if range_of(M) in done else sorted({*together(M)} - done)
 
 
 def for_rows(plan: Plan, M: int, problem: Problem) -> Plan:
     """The plan of M rows as one of the problem's rows: with as many communication tiles. The
-    strategy's own plan in place of one with wave groups, or of one that these rows do not allow;
-    what it cannot run at all, its caller refuses.
+    strategy's own plan in place of one with wave groups, or of one that these rows do not allow.
     """
     if M != problem.M and plan.comm_rows:
         comm_tiles = cdiv(M // problem.world_size, plan.comm_rows)
         plan = replace(plan, comm_rows=cdiv(problem.M_shard, comm_tiles))
-    fits = not (M != problem.M and plan.group_rows) and registry.why_not(problem, plan) is None
-    module = registry.strategy(problem, plan.strategy)
-    return plan if fits or module.supports(problem) else module.default_plan(problem)
+    if (M != problem.M and plan.group_rows) or registry.why_not(problem, plan):
+        return _default(problem, plan.strategy)
+    return plan
 
 
 def ruled(problem: Problem, names: Sequence[str]) -> Plan:
