@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from flux_megatron import scaling as fp8
 from flux_megatron import settings
 from flux_megatron.overlap import registry
-from flux_megatron.overlap.operands import described, is_plain, local, refuse_wrapper
+from flux_megatron.overlap.operands import described, is_plain, local, no_rows, refuse_wrapper
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.scaling import Scaling
@@ -119,6 +119,21 @@ def undecided(group: ProcessGroup, device: torch.device, description: str) -> Wo
     return space
 
 
+def without_rows(pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup, layout: str) -> bool:
+    """Whether x has no rows, on all ranks: nobody computes, but the ranks compare the call as any
+    other. Of other errors `decide` tells.
+    """
+    if not no_rows(x, w, layout):
+        return False
+    space = _entered(group, x.device)
+    problem = _problem(pattern, x, w, space, layout)
+    if problem not in space.agreed:
+        space.agreement.confirm(str(problem))
+        space.agreed[problem] = None
+    space.note(str(problem))
+    return True
+
+
 def gather_refused(group: ProcessGroup, device: torch.device) -> str | None:
     """Why copy engines cannot gather without a plan (`pieces.start_gather_beside`), or None."""
     unavailable, wanted = workspace(group, device).unavailable, settings.get().strategy
@@ -170,16 +185,7 @@ def _new_decision(
     pattern: Pattern, x: Tensor, w: Tensor, layout: str, plan: Plan | None, space: Workspace,
     scaling: Scaling | None,
 ) -> Decision:  # fmt: skip
-    N_local = w.shape[0] if layout == "nt" else w.shape[1]
-    dtype = str(x.dtype).removeprefix("torch.")
-    problem = Problem.of_operands(
-        pattern, x.shape[0], N_local, x.shape[1], dtype, space.world_size, layout, x.device.type,
-        beside=settings.get().beside == "1",
-        out_dtype=str(scaling.out_dtype).removeprefix("torch.") if scaling else "",
-        split_accumulator=scaling is not None and scaling.split_accumulator,
-        blockwise=scaling is not None and scaling.blockwise,
-        wire=scaling is not None and scaling.wire,
-    )  # fmt: skip
+    problem = _problem(pattern, x, w, space, layout, scaling)
     if plan and (reason := registry.refusal(problem, plan.strategy, space.unavailable, plan)):
         error = f"{problem}: the plan {plan.dumps()} cannot run: {reason}"
         refuse(error, space.group, space.device)
@@ -192,6 +198,22 @@ def _new_decision(
     description = f"{problem} with {plan.dumps()}"
     strategy = registry.strategy(problem, plan.strategy)
     return Decision(str(pattern), strategy, plan, space, fallback, description, problem)
+
+
+def _problem(
+    pattern: Pattern, x: Tensor, w: Tensor, space: Workspace, layout: str,
+    scaling: Scaling | None = None,
+) -> Problem:  # fmt: skip
+    N_local = w.shape[0] if layout == "nt" else w.shape[1]
+    dtype = str(x.dtype).removeprefix("torch.")
+    return Problem.of_operands(
+        pattern, x.shape[0], N_local, x.shape[1], dtype, space.world_size, layout, x.device.type,
+        beside=settings.get().beside == "1",
+        out_dtype=str(scaling.out_dtype).removeprefix("torch.") if scaling else "",
+        split_accumulator=scaling is not None and scaling.split_accumulator,
+        blockwise=scaling is not None and scaling.blockwise,
+        wire=scaling is not None and scaling.wire,
+    )  # fmt: skip
 
 
 def operands_error(

@@ -16,10 +16,17 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup
 
 from flux_megatron import operators, settings
-from flux_megatron.dispatch import decide, gather_refused, guard, local_shards, refuse
+from flux_megatron.dispatch import (
+    decide,
+    gather_refused,
+    guard,
+    local_shards,
+    refuse,
+    without_rows,
+)
 from flux_megatron.overlap import differentiable
 from flux_megatron.overlap.low_latency import MOST_ROWS
-from flux_megatron.overlap.operands import awaited, dense, is_plain, local, memory, no_rows, product
+from flux_megatron.overlap.operands import awaited, dense, is_plain, local, memory, product
 from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.report import note_fallback
 from flux_megatron.overlap.sequential import blocks_refused
@@ -54,7 +61,7 @@ def all_gather_gemm(
     | result | [M, N / R] |
 
     One dtype, one device. Operands with gaps, transposed or at an odd address are copied, which
-    `report()` counts. A bias of another dtype is added to y as torch adds it. No rows, no call.
+    `report()` counts. A bias of another dtype is added to y as torch adds it. No rows, no GEMM.
     A DTensor counts as what this rank has of it, if its placement is that of the table; other
     wrappers are refused by name. `ValueError` names what was given and expected;
     `ProblemMismatch`, on every rank, if the ranks' problems differ; `SignalTimeout` if a rank makes
@@ -190,7 +197,7 @@ def run_ag_gemm(
     and enqueues its reads before it returns.
     """
     x, w = in_memory(Pattern.AG_GEMM, x, w, group)
-    if no_rows(x, w, layout):
+    if without_rows(Pattern.AG_GEMM, x, w, group, layout):
         if consume is not None:
             consume(x)
         return product(x, w, layout)
@@ -211,7 +218,7 @@ def reduced(
 ) -> Any:  # fmt: skip
     """What this function of the chosen strategy gives; of no rows y, or what is `made` of it."""
     x, w = in_memory(pattern, x, w, group)
-    if no_rows(x, w, layout):
+    if without_rows(pattern, x, w, group, layout):
         y = product(x, w, layout)
         return made(y) if made else y
     if scaling and settings.get().fp8_wire:

@@ -9,10 +9,10 @@ from functools import partial
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron.dispatch import decide, undecided
+from flux_megatron.dispatch import decide, undecided, without_rows
 from flux_megatron.ops import in_memory, reduced
 from flux_megatron.overlap import calls
-from flux_megatron.overlap.operands import memory, no_rows, product
+from flux_megatron.overlap.operands import memory, product
 from flux_megatron.overlap.sequential import UnderWay
 from flux_megatron.problem import Pattern
 from flux_megatron.scaling import Scaling
@@ -26,7 +26,7 @@ def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt
     the rows [M, K], borrowed until its `close`.
     """
     x, w = in_memory(Pattern.AG_GEMM, x, w, group)
-    if no_rows(x, w, layout):
+    if without_rows(Pattern.AG_GEMM, x, w, group, layout):
         return UnderWay(x)
     decision = decide(Pattern.AG_GEMM, x, w, None, group, layout, None)
     with decision.guard():
@@ -41,7 +41,7 @@ def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGro
     """
     dy, w = in_memory(Pattern.GEMM_RS, dy, w, group)
     x = memory("x", x)
-    if no_rows(dy, w, "nn"):
+    if without_rows(Pattern.GEMM_RS, dy, w, group, "nn"):
         return UnderWay(x), UnderWay(product(dy, w, "nn"))
     decision = decide(Pattern.GEMM_RS, dy, w, None, group, "nn", None)
     decision.report_fallback()

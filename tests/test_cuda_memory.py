@@ -98,10 +98,12 @@ def test_a_rank_whose_memory_does_not_come_is_named_on_every_rank(rank):
 @on_cpu_ranks(2)
 def test_what_strangers_post_is_not_taken(rank):
     post = descriptors._post
+    theirs = os.memfd_create("of a stranger")
+    os.ftruncate(theirs, SIZE)
 
     def with_strangers(name: str, word: str, descriptor: int, timeout_s: float) -> None:
         for wrong in ("", "\xff", f"{rank}/guessed"):
-            post(name, wrong, descriptor, timeout_s)
+            post(name, wrong, theirs, timeout_s)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as nobody:
             nobody.connect(name)  # and says nothing
         post(name, word, descriptor, timeout_s)

@@ -26,9 +26,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def no_rows(x: Tensor, w: Tensor, layout: str) -> bool:
-    """Whether no rank has rows, as shards are equal: then nobody is asked. Of other errors `decide`
-    tells.
-    """
+    """Whether x has none, and is right otherwise."""
     if x.shape[0] or x.dim() != 2 or w.dim() != 2 or 0 in w.shape:
         return False
     if x.dtype != w.dtype or is_fp8(x):

@@ -32,14 +32,12 @@ SHAPES = 1024  # of calls that are remembered: some dozen numbers of rows of all
 
 
 class Workspace:
-    """What one group shares: `channels` by name, the agreement, the log of calls, the device's copy
-    engine. Collective constructor.
+    """What one group shares: `channels` by name, the agreement, the log of calls, the record of
+    late waits; and the device's copy engine. Collective constructor.
     """
 
     @lasting()
-    def __init__(
-        self, group: ProcessGroup, device: torch.device, status: Status | None = None
-    ) -> None:
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.listed = is_listed(group)  # by torch, until it is destroyed
         # what callers give, for the group inside
@@ -61,7 +59,7 @@ class Workspace:
         self.unavailable = why_unavailable(ranks, group) or why_not_shared(group, device)
         self.calls = None if self.unavailable else call_log(group, device)
         self._late = ""  # the wait that ran out of time, with its likely reason
-        self._status = status or Status(device)
+        self._status = Status(device)
         self.channels: dict[str, Channel] = {}
 
     @property
@@ -142,7 +140,7 @@ class Workspace:
             raise errors.GroupBroken(self.agreement.broken)
 
     def _explain_end_of_waits(self) -> None:
-        """Raise what has ended the waits of the device, as its record says."""
+        """Raise what has ended the waits of the group, as its record says."""
         if late := self._status.late():
             self._late = self._with_reason(late)
             self._report_failure(f"SignalTimeout: {self._late}")

@@ -1,8 +1,8 @@
-"""The first wait of a process that ran out of time: a kernel writes it, the host reads it.
+"""The first wait of a group that ran out of time: a kernel writes it, the host reads it.
 
-A device has one record, for all channels of all groups. After the first late wait every other wait
-gives up soon, in whatever call it is, and results are not to be trusted. The record lies in pinned
-memory, so the host can read it while kernels run, and end their waits by it.
+A group has one record, for all its channels, and it ends with the group. After the first late wait
+every other wait of the group gives up soon, and results are not to be trusted. The record lies in
+pinned memory, so the host can read it while kernels run, and end their waits by it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Named(NamedTuple):
 
 
 class Status:
-    """The record of a device. Kernels that wait take `words`, int32 [STATUS_WORDS]."""
+    """The record of a group on a device. Kernels that wait take `words`, int32 [STATUS_WORDS]."""
 
     @lasting()
     def __init__(self, device: torch.device) -> None:

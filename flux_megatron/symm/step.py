@@ -12,7 +12,7 @@ import torch.distributed as dist
 from flux_megatron import errors
 from flux_megatron.symm import objects
 from flux_megatron.symm.device import active, copy_engine
-from flux_megatron.symm.workspace import check, workspaces
+from flux_megatron.symm.workspace import check, living
 
 _ASK_S = 1.0  # seconds between two queries whether another rank has failed
 
@@ -23,7 +23,7 @@ def synchronize() -> None:
     It raises at once when a wait runs out of time or another rank fails. A plain synchronisation
     would go on waiting for the rest of the stream, such as a collective.
     """
-    for device in {space.device for space in workspaces() if space.device.type == "cuda"}:
+    for device in {space.device for space in living() if space.device.type == "cuda"}:
         with active(device):
             copy_engine(device).follow()
         end = torch.cuda.current_stream(device).record_event()
@@ -32,7 +32,7 @@ def synchronize() -> None:
             check()
             if time.monotonic() > asked + _ASK_S:
                 asked = time.monotonic()
-                for space in workspaces():
+                for space in living():
                     space.ask()
             time.sleep(2e-5)
     check()
@@ -59,6 +59,6 @@ def confirm_step() -> None:
         raise failure  # without waiting for the others
     reduced.wait()
     if failed.item():
-        for space in workspaces():
+        for space in living():
             space.ask()
         raise errors.GroupBroken("this step failed on another rank, whose message has the reason")

@@ -18,13 +18,11 @@ from flux_megatron.symm import objects
 from flux_megatron.symm.device import active, capturing
 from flux_megatron.symm.groups import SHARE, given, is_listed, name_of, timeout_s, unwrapped
 from flux_megatron.symm.space import Workspace, of_groups
-from flux_megatron.symm.status import Status
 from flux_megatron.versions.library import warn_of_untested
 from flux_megatron.versions.torch import TORCH
 from flux_megatron.versions.triton import TRITON
 
 _log = logging.getLogger(__name__)
-_statuses: dict[torch.device, Status] = {}
 # by what callers give
 _agreed_before: WeakKeyDictionary[ProcessGroup, dict[Hashable, Any]] = WeakKeyDictionary()
 
@@ -37,8 +35,7 @@ def workspace(group: ProcessGroup, device: torch.device) -> Workspace:
         _give_back(_ended(given(group)))
         warn_of_untested(TORCH, TRITON)
         with active(device):
-            status = _statuses.setdefault(device, Status(device))
-            found = Workspace(inside, device, status)
+            found = Workspace(inside, device)
         found.given = ref(group)
         of_groups[inside] = found
         _remember(found, _agreed_before.pop(group, {}))
@@ -48,11 +45,8 @@ def workspace(group: ProcessGroup, device: torch.device) -> Workspace:
 
 def _ended(group: ProcessGroup) -> list[Workspace]:
     """Of the groups that are destroyed, and of what was inside `group` before."""
-    return [
-        space
-        for space in workspaces()
-        if space.given() is group or (space.listed and not is_listed(space.group))
-    ]
+    living_now = living()
+    return [one for one in workspaces() if one.given() is group or one not in living_now]
 
 
 def _remember(space: Workspace, agreed: dict[Hashable, Any]) -> None:
@@ -75,14 +69,20 @@ def workspaces() -> list[Workspace]:
     return list(of_groups.values())
 
 
+def living() -> list[Workspace]:
+    """Those whose groups are not destroyed: what has failed in one that is concerns nobody."""
+    return [one for one in workspaces() if not one.listed or is_listed(one.group)]
+
+
 def check() -> None:
     """Raise `SignalTimeout` if a wait of any call so far ran out of time, `GroupBroken` after a
     failure in the middle of a call.
 
     On CUDA this covers the kernels that have finished: before you trust results, call
-    `synchronize`, or this after a synchronisation. Every later call checks too.
+    `synchronize`, or this after a synchronisation. Every later call of the group checks too, and
+    nothing is raised of a group that is destroyed.
     """
-    for space in workspaces():
+    for space in living():
         space.check()
 
 
@@ -132,8 +132,6 @@ def _give_back(spaces: list[Workspace]) -> None:
         if group is not None and not space.has_failed:
             _agreed_before[group] = space.agreed.copy()
         of_groups.pop(space.group).close()
-    for device in {*_statuses} - {space.device for space in of_groups.values()}:
-        del _statuses[device]  # which may say that a wait has ended
 
 
 @atexit.register
@@ -144,5 +142,4 @@ def _let_groups_go() -> None:
     """
     of_groups.clear()  # the device may have failed: nothing waits for it
     _agreed_before.clear()
-    _statuses.clear()
     gc.collect()  # workspaces and channels refer to each other

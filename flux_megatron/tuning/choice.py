@@ -52,7 +52,8 @@ def agreed_table(problem: Problem, plan: Plan | None, space: Workspace) -> PlanT
         cache = plan_cache.opened(Entry, settings.get().cache, space.device)
         entries = cache.of_kind(kind, here=races)
         answer["points"] = [(entry.problem.M, entry.plan.dumps()) for entry in entries]
-    question = f"{problem} with {plan.dumps()}" if plan else str(problem)
+    way = f"with {plan.dumps()}" if plan else f"by {_wanted(problem, space)}"
+    question = f"{problem} {way}"
     said = json.loads(space.agreement.ask(question, json.dumps(answer))[0])
     table = PlanTable({M: Plan.loads(text) for M, text in reversed(said["points"])})
     if not said["races"]:
@@ -61,6 +62,16 @@ def agreed_table(problem: Problem, plan: Plan | None, space: Workspace) -> PlanT
     if said["races"] and problem.device == "cuda" and problem.world_size > 1:
         ahead.compile_kinds(problem, together(problem.M), table, space)
     return table
+
+
+def _wanted(problem: Problem, space: Workspace) -> str:
+    """What this rank's choice will depend on beside the table, for the ranks to compare."""
+    given = settings.get()
+    wanted = given.strategy + ", strictly" * given.strict
+    if space.calls is None:  # nothing will compare what they choose
+        names, _ = registry.overlapping(problem, given.strategy, space.unavailable)
+        wanted += f" (can run: {', '.join(names) or 'none'})"
+    return wanted
 
 
 def choose(problem: Problem, table: PlanTable, space: Workspace) -> tuple[Plan, str | None]:

@@ -9,11 +9,13 @@ import pytest
 import torch.distributed as dist
 from ranks import DEVICE, here, on_device
 from soak import soak
+from soak_groups import soak_groups
 from soak_kinds import on_hopper
 
 from flux_megatron.symm.device import copy_engine
 
 CALLS, KINDS = (2000, 32) if DEVICE == "cuda" else (30, 10)
+ROUNDS = 30 if DEVICE == "cuda" else 14
 
 
 def small(rank: int, **changes) -> dict:
@@ -50,3 +52,17 @@ def test_a_lost_push_is_found():
     by_python = {"FLUX_MEGATRON_NATIVE": "0"}
     for row in on_device(with_lost_pushes, 2, limit_s=280, environment=by_python, fresh=True):
         assert row["failures"] > 0
+
+
+def groups_come_and_go(rank: int) -> dict:
+    return soak_groups(ROUNDS, seed=1)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_groups_that_come_and_go(world_size):
+    short = {"FLUX_MEGATRON_TIMEOUT_S": "2"}
+    rows = on_device(groups_come_and_go, world_size, limit_s=280, environment=short, fresh=True)
+    assert [row["rounds"] for row in rows] == [ROUNDS] * world_size
+    ends = [what for what in rows[0]["done"] if what.endswith((", destroy", ", release"))]
+    assert len(ends) > 1, rows[0]
