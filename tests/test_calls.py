@@ -61,7 +61,12 @@ class Kernel:
 
     def __init__(self) -> None:
         self.arg_names = [*Compiled.src.signature]
-        self.params = [SimpleNamespace(do_not_specialize=True) for _ in self.arg_names]
+        self.params = [
+            SimpleNamespace(
+                do_not_specialize=True, is_constexpr=name == "GROUP_M", annotation_type=""
+            )
+            for name in self.arg_names
+        ]
 
     def __getitem__(self, grid: object) -> Callable[..., Compiled]:
         return lambda *given, **named: COMPILED

@@ -17,6 +17,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from flux_megatron import shipped
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
@@ -50,6 +51,17 @@ def test_a_hit_and_what_is_measured_again_takes_its_place(tmp_path):
     other = replace(ENTRY, plan=PLAIN, environment=replace(HERE, sources="later"))
     assert plan_cache.store(tmp_path, other) == file
     assert opened(tmp_path).entries == [other]
+
+
+def test_what_is_kept_is_found_at_once_and_others_may_read_it(tmp_path):
+    device = torch.device("cpu")
+    plan_cache.opened.cache_clear()
+    cache = plan_cache.opened(Entry, tmp_path, device)
+    entry = replace(ENTRY, environment=environment.of(device))
+    plan_cache.keep(entry, tmp_path, device)
+    assert cache.find(PROBLEM) == entry
+    (file,) = tmp_path.rglob("*.json")
+    assert file.stat().st_mode & 0o777 == 0o644
 
 
 PROBLEM_CHANGES = {

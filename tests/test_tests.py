@@ -27,7 +27,7 @@ UNKNOWN = object()
 
 
 def misfits(module: ModuleType) -> Iterator[str]:
-    """Calls of our functions with other arguments than they take, and names that modules lack."""
+    """Calls of our functions with other arguments than they take, and names our modules lack."""
     return _misfits(ast.parse(inspect.getsource(module)), vars(module))
 
 
@@ -63,9 +63,9 @@ def _value(node: ast.expr, known: dict[str, Any]) -> Any:
     if isinstance(node, ast.Name):
         return known.get(node.id, UNKNOWN)
     owner = _value(node.value, known) if isinstance(node, ast.Attribute) else UNKNOWN
-    if isinstance(owner, ModuleType):
+    if isinstance(owner, ModuleType) and owner.__name__.partition(".")[0] in OURS:
         return getattr(owner, node.attr)
-    return getattr(owner, node.attr, UNKNOWN) if isinstance(owner, type) else UNKNOWN
+    return getattr(owner, node.attr, UNKNOWN) if isinstance(owner, (ModuleType, type)) else UNKNOWN
 
 
 def _check(call: ast.Call, function: Any) -> None:

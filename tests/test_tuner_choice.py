@@ -9,6 +9,7 @@ import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -159,6 +160,18 @@ def test_no_range_is_raced_when_the_time_for_races_is_over(rank, tmp_path, takes
     assert len([*tmp_path.rglob("*.json")]) == raced_ranges
 
 
+@on_device_ranks(2, environment=CACHE)
+def test_other_settings_ask_anew_and_by_itself_no_cpu_races(rank, tmp_path):
+    tuner.race = FakeRace(lambda name: 1.0)
+    races = []
+    for tune in ("off", "auto", "on"):
+        os.environ["FLUX_MEGATRON_TUNE"] = tune
+        settings.reload()
+        check(SMALL)
+        races.append(bool(tuner.race.turns))
+    assert races == [False, DEVICE == "cuda", True]
+
+
 @on_device_ranks(2, environment=ON)
 def test_a_new_m_asks_nobody(rank):
     questions: list[str] = []
@@ -291,6 +304,17 @@ def test_the_nearest_point_of_the_range_gives_the_plan():
     assert table.plan(replace(LAYER, M=4097), []) == PLAIN
 
 
+def test_nearest_is_by_the_ratio_of_rows():
+    table = PlanTable({1500: PLAIN, 2800: HALVES})
+    assert table.plan(replace(LAYER, M=2100), NAMES).strategy == "pipelined"
+
+
+def test_where_nothing_can_overlap_a_measured_sequential_is_no_reason(monkeypatch):
+    space = SimpleNamespace(unavailable="no memory is shared")
+    monkeypatch.setattr(registry, "overlapping", lambda *given: ([], given[2]))
+    assert choice.choose(LAYER, PlanTable({4096: PLAIN}), space) == (PLAIN, space.unavailable)
+
+
 def test_a_plan_keeps_its_share_of_rows():
     assert for_rows(HALVES, 4096, LAYER) == HALVES
     assert for_rows(HALVES, 4096, replace(LAYER, M=6000)).comm_rows == 1500
@@ -298,6 +322,7 @@ def test_a_plan_keeps_its_share_of_rows():
     bands, on_cpu = Plan("signalled", group_rows=(512, 512)), replace(LAYER, M=6000, device="cpu")
     default = registry.strategy(on_cpu, "signalled").default_plan(on_cpu)
     assert for_rows(bands, 4096, on_cpu) == default
+    assert for_rows(bands, 6000, on_cpu) == bands
 
 
 def test_a_plan_of_rows_that_its_strategy_cannot_run_is_refused(monkeypatch):
