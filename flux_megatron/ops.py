@@ -85,7 +85,7 @@ def all_gather_gemm(
     scaling = scaling_of(*scaled)
     if scaling is None and bias is not None and bias.dtype != x.dtype and _fits(bias, w, layout):
         return all_gather_gemm(x, w, group, layout=layout, plan=plan) + bias
-    if _eager(x, w):
+    if _eager(x, w, bias):
         return run_ag_gemm(x, w, bias, group, layout=layout, plan=plan, scaling=scaling)
     name, text = name_of(group), plan_text(plan)
     return _all_gather_gemm(x, w, bias, name, group.size(), layout, text, *scaled)
@@ -165,11 +165,12 @@ def _fits(bias: Tensor, w: Tensor, layout: str) -> bool:
     )
 
 
-def _eager(x: Tensor, w: Tensor) -> bool:
+def _eager(x: Tensor, w: Tensor, bias: Tensor | None = None) -> bool:
     """Whether nothing traces or differentiates the call."""
     if is_traced():
         return False
-    return not (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad))
+    needs = x.requires_grad or w.requires_grad or (bias is not None and bias.requires_grad)
+    return not (needs and torch.is_grad_enabled())
 
 
 def is_traced() -> bool:

@@ -15,7 +15,12 @@ from ranks import DEVICE, FUSED, be_late, on_device_ranks
 import flux_megatron
 from flux_megatron.lab import reference
 from flux_megatron.nn import linear_passes
-from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
+from flux_megatron.nn.functions import (
+    column_parallel_linear,
+    local_linear,
+    row_linear,
+    row_parallel_linear,
+)
 
 STRATEGIES = ["fused", "pipelined", "sequential"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -61,7 +66,7 @@ def test_what_needs_no_gradient_costs_nothing(rank):
         x, w, bias = mine(made, rank, needs)
         y = apply(made, x, w, bias)
         kept = [t is not None for t in y.grad_fn.saved_tensors] if needs else [False, False]
-        assert kept == ["w" in needs, bool(needs)], (kind, needs)
+        assert kept == ["w" in needs, "x" in needs], (kind, needs)
     made = layer("column", R, torch.float32, *sizes, True)
     assert transfers(lambda: check(made, rank, save_gathered=True)) == (1, 1)
     assert transfers(lambda: check(made, rank, "xb", save_gathered=True)) == (1, 1)
@@ -158,3 +163,38 @@ def test_results_may_be_changed_in_place(rank):
         y.backward(made.dy[rank].to(DEVICE))
         assert_exact(y, made.y[rank] - 1, kind)
         assert_exact(given[0].grad, made.dx[rank], kind)
+
+
+def of_each_layer(x: torch.Tensor, w: torch.Tensor) -> dict[str, torch.Tensor]:
+    group = dist.group.WORLD
+    return {
+        "torch": torch.nn.functional.linear(x, w),
+        "local": local_linear(x, w, None),
+        "summed": local_linear(x, w, None, allreduce_group=group),
+        "column": column_parallel_linear(x, w, None, group=group),
+        "row": row_parallel_linear(x, w, group=group),
+        "whole": row_linear(x, w, group=group),
+    }
+
+
+@on_device_ranks(2, environment=FUSED)
+def test_under_autocast_layers_have_the_dtypes_of_torch_s(rank):
+    x = torch.ones(8, 16, device=DEVICE, requires_grad=True)
+    w = torch.ones(12, 16, device=DEVICE, requires_grad=True)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        made = of_each_layer(x, w)
+    for name, y in made.items():
+        dx, dw = torch.autograd.grad(y, (x, w), torch.ones_like(y))
+        assert (y.dtype, dx.dtype, dw.dtype) == (torch.bfloat16, x.dtype, w.dtype), name
+
+
+@on_device_ranks(2, environment=FUSED)
+def test_what_no_gradient_needs_may_change_before_backward(rank):
+    for frozen in ("x", "w"):
+        x = torch.ones(8, 16, device=DEVICE, requires_grad=frozen == "w")
+        w = torch.ones(12, 16, device=DEVICE, requires_grad=frozen == "x")
+        made = of_each_layer(x, w)
+        with torch.no_grad():
+            (w if frozen == "x" else x).mul_(2)
+        for y in made.values():
+            y.sum().backward()

@@ -14,7 +14,7 @@ from closeness import assert_as_close_as
 from ranks import DEVICE, FUSED, SHARED, be_late, on_device_ranks
 
 import flux_megatron
-from flux_megatron import errors
+from flux_megatron import errors, ops
 from flux_megatron.overlap import sequential
 from flux_megatron.problem import Plan, Tile
 
@@ -181,3 +181,11 @@ def test_the_sum_does_not_depend_on_who_is_late(rank):
         if rank == late:
             be_late(0.05)
         assert torch.equal(call(case, given, group), first), f"rank {late} was late"
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "pipelined", "fused", "signalled"])
+@on_device_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
+def test_a_bias_alone_that_needs_a_gradient_makes_y_need_one(rank, strategy):
+    x, w = torch.ones(4, 16, device=DEVICE), torch.ones(8, 16, device=DEVICE)
+    bias = torch.ones(8, device=DEVICE, requires_grad=True)
+    assert ops.all_gather_gemm(x, w, dist.group.WORLD, bias=bias).requires_grad

@@ -2,7 +2,8 @@
 
 Between `column_parallel_linear` and `row_parallel_linear` a rank has all tokens, elsewhere its
 shard of them, as under sequence parallelism. `local_linear` and `row_linear` are for ranks that all
-hold every token. R is the number of ranks.
+hold every token. R is the number of ranks. Under autocast operands are cast as for
+`torch.nn.functional.linear`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def column_parallel_linear(
     None or `wgrad.IntoMainGrad` then, and there is no `dy_buffer`.
     """
     ops.given(group)
-    x, w, bias = ops.local_shards(COLUMN, x, w, bias, group, "nt")
+    x, w, bias = autocast(*ops.local_shards(COLUMN, x, w, bias, group, "nt"))
     if bias is not None and bias.dtype != x.dtype and bias.dtype.is_floating_point:
         y = column_parallel_linear(
             x, w, None, group=group, wgrad=wgrad, save_gathered=save_gathered, dy_buffer=dy_buffer
@@ -97,6 +98,7 @@ def linear(name: str, x: Tensor, w: Tensor, bias: Tensor | None, options: Option
     """The layer that `options` name, called by this name: one operator where it is traced, one node
     of autograd where gradients are enabled.
     """
+    x, w, bias = autocast(x, w, bias)
     if ops.is_traced() and _traceable(name, options):
         layer, group, wgrad, save_gathered, _ = options
         into = wgrad.main_grad if isinstance(wgrad, IntoMainGrad) else None
@@ -107,6 +109,14 @@ def linear(name: str, x: Tensor, w: Tensor, bias: Tensor | None, options: Option
     # autograd copies x with gaps: backward keeps the caller's tensor, of which hooks that move it
     # to the host read attributes, and second derivatives are taken
     return LinearNode.apply(x.contiguous(), w, bias, options)
+
+
+def autocast(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands in the dtype that autocast gives to a linear layer, where it is enabled."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, w, bias
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _traceable(name: str, options: Options) -> bool:

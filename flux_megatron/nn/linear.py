@@ -116,7 +116,7 @@ class ColumnParallelLinear(ParallelLinear):
     dimensions: ClassVar = {"weight": 0, "bias": 0}
 
     def forward(self, x: Tensor) -> Tensor:
-        x, weight, bias = _autocast(x, self.weight, self.bias)
+        x, weight, bias = functions.autocast(x, self.weight, self.bias)
         self._check(x, "tokens / R")
         return linear_of("column", x, weight, bias, self.group_name, self.world_size)
 
@@ -140,7 +140,7 @@ class RowParallelLinear(ParallelLinear):
     dimensions: ClassVar = {"weight": 1}
 
     def forward(self, x: Tensor) -> Tensor:
-        x, weight, bias = _autocast(x, self.weight, self.bias)
+        x, weight, bias = functions.autocast(x, self.weight, self.bias)
         self._check(x, "tokens")
         y = linear_of("row", x, weight, None, self.group_name, self.world_size)
         return y if bias is None else y + SumGradient.apply(bias, self.group_name)
@@ -160,14 +160,6 @@ def linear_of(layer: str, x: Tensor, w: Tensor, bias: Tensor | None, name: str, 
         return functions.column_parallel_linear(x, w, bias, group=group)
     function = functions.row_parallel_linear if layer == "row" else functions.row_linear
     return function(x, w, group=group)
-
-
-def _autocast(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands in the dtype that autocast gives to a linear layer, where it is enabled."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return x, w, bias
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def sharded_state_dict(model: Module) -> dict[str, Tensor]:

@@ -100,8 +100,12 @@ class LinearNode(torch.autograd.Function):
         needs_x = ctx.needs_input_grad[1] and options.dy_buffer is None
         keep = options.save_gathered and needs_x
         y, kept = forward(options.layer, x, w, bias, options.group, keep)
-        ctx.save_for_backward(kept if keep else x if needs_x else None, w)
+        # torch refuses a saved tensor that was changed in place: dx alone needs what w holds
+        ctx.save_for_backward(
+            kept if keep else x if needs_x else None, w if ctx.needs_input_grad[0] else None
+        )
         ctx.options, ctx.shape = options, x.shape
+        ctx.w = None if ctx.needs_input_grad[0] else w
         return y
 
     @staticmethod
@@ -109,7 +113,7 @@ class LinearNode(torch.autograd.Function):
         if torch.is_grad_enabled():
             return *_again(ctx, dy), None
         x, w = ctx.saved_tensors
-        x = x if x is None else rows_of(x)
+        x, w = x if x is None else rows_of(x), ctx.w if w is None else w
         return *backward(dy, x, w, ctx.shape, ctx.options, ctx.needs_input_grad), None
 
 

@@ -29,7 +29,8 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from flux_megatron import ops
-from flux_megatron.nn.linear import _autocast, linear_of
+from flux_megatron.nn.functions import autocast
+from flux_megatron.nn.linear import linear_of
 from flux_megatron.nn.replicated import SumGradient
 
 
@@ -102,7 +103,7 @@ class _Linear(nn.Linear):
             x = self._local(x)
         weight: Any = self.weight
         bias: Any = self.bias
-        return _autocast(x, weight.to_local(), None if bias is None else bias.to_local())
+        return autocast(x, weight.to_local(), None if bias is None else bias.to_local())
 
     def _local(self, x: DTensor) -> Tensor:
         """The gradient of a replicated DTensor is summed by DTensor, where it needs the sum."""
