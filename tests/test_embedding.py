@@ -14,7 +14,7 @@ from ranks import DEVICE, here, on_device_ranks
 
 import flux_megatron
 from flux_megatron import errors
-from flux_megatron.embedding import fused_bags, operation
+from flux_megatron.embedding import fused_bags, operation, sequential_bags, sparse_gradient
 from flux_megatron.embedding.bags import Bags
 from flux_megatron.lab import reference
 from flux_megatron.nn import ShardedEmbeddingBag
@@ -166,6 +166,23 @@ def test_exact_in_pieces(rank):
         assert_exact(dw, expected_dw, "dw")
 
 
+@pytest.mark.parametrize("table_rows", [2**31 - 1, 2**31, 2**32 + 2**31])
+def test_rows_beyond_32_bits_have_keys_of_64(table_rows, monkeypatch):
+    """Where nobody has the memory: the rows' starts are not made."""
+    monkeypatch.setattr(torch, "searchsorted", lambda keys, rows: keys)
+    monkeypatch.setattr(torch, "arange", _short_arange)
+    bags = Bags((1,), 0, table_rows, 4, 3, "sum", torch.float32)
+    indices = torch.tensor([table_rows - 1, 5, table_rows])
+    keys, entries, *_ = fused_bags.sorted_entries(indices, torch.tensor([0, 1, 2, 3]), bags)
+    assert keys.tolist() == [5, table_rows - 1, table_rows]
+    assert entries.tolist() == [1, 0, 2]
+    assert keys.dtype == (torch.int32 if table_rows < 2**31 else torch.int64)
+
+
+def _short_arange(end: int, *given, arange=torch.arange, **options) -> torch.Tensor:
+    return arange(min(end, 8), *given, **options)
+
+
 @on_device_ranks(2)
 def test_sums_are_rounded_once(rank):
     """In bf16: 256 + 1 + 1 + 1 is 260 and 256 + 1 + 1 is 258, but 256 where each is rounded."""
@@ -242,6 +259,31 @@ def test_without_validation_nothing_outside_a_table_is_read(rank):
     assert_exact(y, torch.ones(1, 2, 4))
     with pytest.raises(ValueError, match="mode 'max' given"):
         operate(weight, indices, offsets, dist.group.WORLD, mode="max", validate=False)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("kind", ["fused", "sequential", "sparse"])
+@on_device_ranks(2)
+def test_what_is_outside_a_table_has_no_gradient(rank, kind, mode):
+    """Nor does it give one to the tables before and behind, or to a chunk of several entries."""
+    rows, entries = 3, 12
+    numbers = torch.arange(4 * entries).view(2, 2, entries) % (rows + 2) - 1  # -1 to 3 of 0 to 2
+    numbers[1, 1, 3], numbers[0, 0, 7] = 2**31, -(2**32) + 1  # in 32 bits another one
+    indices = numbers.flatten().to(DEVICE)
+    offsets = torch.arange(0, 4 * entries + 1, entries, device=DEVICE)
+    space, part = workspace(dist.group.WORLD, here()), 1 / entries if mode == "mean" else 1
+    bags = Bags((2, 2), rank, rows, 4, 2, mode, torch.float32)
+    dy = torch.full((1, 4, 4), float(entries * 2**rank), device=DEVICE)
+    if kind == "fused":
+        dw = fused_bags.backward(dy, indices, offsets, bags, space, chunk=4)
+    elif kind == "sequential":
+        dw = sequential_bags.backward(dy, indices, offsets, bags, space)
+    else:
+        values = sparse_gradient.values(dy, indices, offsets, bags, space)
+        dw = sparse_gradient.as_tensor(values, indices, offsets, 2, rows).to_dense()
+    named = torch.stack([(numbers == row).sum(-1) for row in range(rows)], -1)  # table, bag, row
+    expected = (named * torch.tensor([1, 2])[:, None]).sum(1) * entries * part
+    torch.testing.assert_close(dw.cpu(), expected[..., None].float().expand(2, rows, 4))
 
 
 @on_device_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "pipelined"})

@@ -96,9 +96,9 @@ def shape_error(
 
 def data_error(indices: Tensor, offsets: Tensor, rows: int) -> str:
     """What is wrong with the numbers themselves, or nothing. The host waits for the device."""
-    outside = ((indices < 0) | (indices >= rows)).sum()
+    wrong = outside(indices, rows)
     falling = (offsets.diff() < 0).sum()
-    ends = torch.stack((outside, falling, offsets[0], offsets[-1])).tolist()
+    ends = torch.stack((wrong.sum(), falling, offsets[0], offsets[-1])).tolist()
     if ends[2] != 0 or ends[3] != indices.numel():
         return f"offsets from {ends[2]} to {ends[3]} given, 0 to {indices.numel()} expected"
     if ends[1]:
@@ -108,9 +108,14 @@ def data_error(indices: Tensor, offsets: Tensor, rows: int) -> str:
             "rising ones expected"
         )
     if ends[0]:
-        place = int(((indices < 0) | (indices >= rows)).nonzero()[0])
+        place = int(wrong.nonzero()[0])
         return f"index {indices[place].item()} given at {place}, 0 to {rows - 1} expected"
     return ""
+
+
+def outside(indices: Tensor, rows: int) -> Tensor:
+    """Whether each index lies outside its table."""
+    return (indices < 0) | (indices >= rows)
 
 
 def bags_of_entries(indices: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:

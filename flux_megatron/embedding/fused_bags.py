@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flux_megatron.embedding.bags import Bags, bags_of_entries
+from flux_megatron.embedding.bags import Bags, bags_of_entries, outside
 from flux_megatron.kernels import embedding_a2a as pooling
 from flux_megatron.kernels.embedding_gradient import CHUNK, embedding_gradient
 from flux_megatron.kernels.sizes import cdiv
@@ -74,12 +74,15 @@ def sorted_entries(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Of the entries of all bags, by the row of the tables that they name, those of a row in the
     order of the bags: `keys` [nnz], the row; `entries` [nnz], the row of gradients [B, T_local];
-    `starts` [T_local * rows + 1], the first entry of each row; `scales` [nnz], for means.
+    `starts` [T_local * rows + 1], the first entry of each row; `scales` [nnz], for means. Those
+    that name no row of their table come behind the last row's.
     """
     (lengths, bag), device = bags_of_entries(indices, offsets), indices.device
     table_rows = bags.local * bags.rows
     narrow = torch.int32 if table_rows < 2**31 else torch.int64  # half the work of sorting
-    keys, order = (bag // bags.batch * bags.rows + indices).to(narrow).sort(stable=True)
+    keys = bag // bags.batch * bags.rows + indices
+    keys = keys.masked_fill_(outside(indices, bags.rows), table_rows)
+    keys, order = keys.to(narrow).sort(stable=True)
     bag = bag[order]
     entries = bag % bags.batch * bags.local + bag // bags.batch
     starts = torch.searchsorted(keys, torch.arange(table_rows + 1, device=device, dtype=narrow))

@@ -60,7 +60,8 @@ offsets[t * B + b] to that of the next; empty bags are zero |
     With `validate` the ranks compare what they were given before any of them starts: each raises
     `ValueError` if an index, the offsets or a shape is wrong on one of them, `ProblemMismatch` if
     their calls differ. That is a small all-reduce for which the host waits, left out of captures.
-    Without it shapes alone are checked, and an index outside its table adds nothing under "fused".
+    Without it shapes alone are checked, and an index outside its table adds nothing under "fused",
+    and no gradient under any strategy.
     """
     name = name_of(group)
     refuse_wrappers(NAME, group, weight=weight, indices=indices, offsets=offsets)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from flux_megatron.embedding.bags import MODES, Bags, bags_of_entries
+from flux_megatron.embedding.bags import MODES, Bags, bags_of_entries, outside
 from flux_megatron.overlap.phase import phase
 from flux_megatron.symm.space import Workspace
 
@@ -44,11 +44,13 @@ def backward(dy: Tensor, indices: Tensor, offsets: Tensor, bags: Bags, space: Wo
     gradients = exchanged(dy, bags, space)
     with phase("gradient of rows"):
         lengths, bag_of_entry = bags_of_entries(indices, offsets)
+        table_rows = bags.local * bags.rows
+        rows = as_one_table(indices, offsets, bags)
+        rows.masked_fill_(outside(indices, bags.rows), table_rows)  # a row that nobody reads
         dw = torch.ops.aten._embedding_bag_dense_backward(
-            gradients.transpose(0, 1).flatten(0, 1),
-            as_one_table(indices, offsets, bags), bag_of_entry, lengths, lengths,
-            bags.local * bags.rows, False, MODES.index(bags.mode), None,
-        )  # fmt: skip
+            gradients.transpose(0, 1).flatten(0, 1), rows, bag_of_entry, lengths, lengths,
+            table_rows + 1, False, MODES.index(bags.mode), None,
+        )[:-1]  # fmt: skip
     return dw.view(bags.local, bags.rows, bags.D)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flux_megatron.embedding.bags import Bags, bags_of_entries
+from flux_megatron.embedding.bags import Bags, bags_of_entries, outside
 from flux_megatron.embedding.sequential_bags import exchanged
 from flux_megatron.symm.space import Workspace
 
@@ -20,14 +20,18 @@ def values(dy: Tensor, indices: Tensor, offsets: Tensor, bags: Bags, space: Work
     gradients = exchanged(dy, bags, space).transpose(0, 1).flatten(0, 1)
     lengths, bag = bags_of_entries(indices, offsets)
     found = gradients.index_select(0, bag)
-    return found / lengths[bag][:, None] if bags.mode == "mean" else found
+    if bags.mode == "mean":
+        found /= lengths[bag][:, None]
+    return found.masked_fill_(outside(indices, bags.rows)[:, None], 0)
 
 
 def as_tensor(values: Tensor, indices: Tensor, offsets: Tensor, local: int, rows: int) -> Tensor:
-    """The values as a sparse tensor [T_local, rows, D], not coalesced."""
+    """The values as a sparse tensor [T_local, rows, D], not coalesced. An index outside its
+    table, whose value is zero, becomes one inside.
+    """
     lengths, bag = bags_of_entries(indices, offsets)
     table = bag // (lengths.numel() // local)
     return torch.sparse_coo_tensor(
-        torch.stack([table, indices]), values, (local, rows, values.shape[1]),
+        torch.stack([table, indices.clamp(0, rows - 1)]), values, (local, rows, values.shape[1]),
         check_invariants=False,
     )  # fmt: skip
