@@ -79,7 +79,7 @@ def test_pieces_of_many_rows_are_larger(M_shard, columns):
 
 
 def test_a_launch_says_how_many():
-    kernel = mock.MagicMock(arg_names=["x"], params=[None], __name__="stand_in_kernel")
+    kernel = mock.MagicMock(arg_names=["x"], params=[mock.Mock()], __name__="stand_in_kernel")
     kernel[(1,)].return_value = None
     for limit in (0, 168):
         launch_kernel(kernel, (1,), Tile(), [torch.zeros(1)], registers=limit)
