@@ -55,6 +55,7 @@ def set_environment(config: TrainConfig, ranks: int, on_gpu: bool) -> None:
         defaults |= {"GLOO_SOCKET_IFNAME": "lo"}
         os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     os.environ |= {**defaults, **os.environ, "FLUX_MEGATRON_STRATEGY": config.strategy}
+    settings.reload()  # whoever has read them before
 
 
 def wait_bound_s() -> float:
