@@ -45,7 +45,7 @@ class SignalTimeout(RunFailed, TimeoutError):
 
 class GroupBroken(RunFailed):
     """A rank failed in the middle of a call, so its group's buffers are undefined. The message has
-    the first error of all ranks: fix that; then restart all.
+    the first error of all ranks: fix that; then restart all, or call `release()` on all.
     """
 
 

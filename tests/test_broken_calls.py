@@ -4,8 +4,11 @@ every rank, and how soon.
 
 from __future__ import annotations
 
+import itertools
+import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -14,18 +17,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, check
+from closeness import assert_exact
 from ranks import DEVICE, FUSED, here, on_device_ranks
 
 import flux_megatron
-from flux_megatron import errors, ops, pieces
+from flux_megatron import errors, ops, pieces, settings
 from flux_megatron.kernels.triton_launch import Launcher, OutOfResources
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.overlap import calls
 from flux_megatron.problem import Plan, Tile
-from flux_megatron.symm.device import copy_engine
+from flux_megatron.symm.channel import Channel
 from flux_megatron.symm.status import Status
 from flux_megatron.symm.workspace import workspace
 
+take_back = Channel.take_back
 SHORT = FUSED | {"FLUX_MEGATRON_TIMEOUT_S": "6"}
 
 
@@ -42,46 +47,112 @@ def fails(*given: torch.Tensor) -> None:
     raise ZeroDivisionError("no wgrad today")
 
 
-def _layers(rank: int, kind: str) -> Callable[[], None]:
-    """A call of which only rank 1 fails, in the middle."""
-    group, wgrad = dist.group.WORLD, fails if rank else None
+def _layers(failing: object, kind: str) -> Callable[[], None]:
+    """A call in whose middle this rank fails, or not."""
+    group, wgrad = dist.group.WORLD, fails if failing else None
     x, w = (torch.ones(s, device=DEVICE, requires_grad=True) for s in ((6, 4), (8, 4)))
     if kind == "consume":
-        consume = fails if rank else (lambda rows: None)
+        consume = fails if failing else (lambda rows: None)
         return lambda: ops.run_ag_gemm(x.detach(), w.detach(), None, group, consume=consume)
-    if kind == "frozen column":  # a gather alone
+    if kind.startswith("frozen"):  # a gather alone
         x = x.detach()
-    if kind == "row":
+    if "row" in kind:
         y = row_parallel_linear(x, w, group=group, wgrad=wgrad)
     else:
         y = column_parallel_linear(x, w, None, group=group, wgrad=wgrad)
     return y.sum().backward
 
 
-@pytest.mark.parametrize("kind", ["consume", "column", "frozen column", "row"])
+KINDS = ["consume", "column", "frozen column", "row", "frozen row"]
+STRATEGIES = ["fused", "pipelined", "signalled", "sequential"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @on_device_ranks(2, environment=SHORT)
-def test_an_error_in_the_middle_is_reported_to_every_rank(rank, kind):
-    group = dist.group.WORLD
-    middle = _layers(rank, kind)
-    engine = copy_engine(here())
-    dist.barrier()
-    if rank == 1:
-        join = mock.patch.object(engine, "join", wraps=engine.join)
-        with join as joined, pytest.raises(ZeroDivisionError):
+def test_an_error_in_the_caller_s_turn_ends_no_group(rank, strategy):
+    """On one rank or on all alike, as out of memory: the call is finished, the next are right."""
+    os.environ["FLUX_MEGATRON_STRATEGY"] = strategy
+    settings.reload()
+    for kind, failing in itertools.product(KINDS, ((1,), (0, 1))):
+        middle = _layers(rank in failing, kind)
+        with pytest.raises(ZeroDivisionError) if rank in failing else nullcontext():
             middle()
-        assert joined.called, "pushes may still read what the call was given"
-    else:
+        assert not workspace(dist.group.WORLD, here()).open_calls(), kind
+        for case in (Case("ag_gemm", 6, 8, 4), Case("gemm_rs", 5, 7, 3)):
+            check(case)
+    flux_megatron.confirm_step()
+
+
+@on_device_ranks(2, environment=SHORT | {"FLUX_MEGATRON_TIMEOUT_S": "2"}, fresh=True)
+def test_a_rank_that_does_not_go_on_after_its_error_is_late(rank):
+    """It has raised already; the other one learns soon enough for whom it waits."""
+    case, x = Case("ag_gemm", 6, 8, 4), torch.ones(6, 4, device=DEVICE)
+    w = torch.ones(8, 4, device=DEVICE)
+    check(case)
+    middle = _layers(rank, "row")
+    dist.barrier()
+    if rank:
+        with pytest.raises(ZeroDivisionError):
+            middle()
+        dist.barrier()
+        ops.all_gather_gemm(x, w, dist.group.WORLD)  # what rank 0 has sent for it has come
+        text = refused((errors.GroupBroken, errors.SignalTimeout), lambda: check(case))
+        assert "rank 0 of group 0 waited 2 s" in text
+        return
+    middle()
+    started = time.monotonic()
+    with pytest.raises(errors.SignalTimeout, match="of rank 1: epoch"):  # noqa: PT012, as on GPUs
+        ops.all_gather_gemm(x, w, dist.group.WORLD)
+        flux_megatron.synchronize()
+    assert time.monotonic() - started < 5
+    dist.barrier()
+
+
+@on_device_ranks(2, environment=SHORT)
+def test_a_rank_that_makes_another_call_after_its_error_is_told_so(rank):
+    check(Case("gemm_rs", 5, 7, 3))
+    check(Case("ag_gemm", 6, 8, 4))
+    middle = _layers(rank, "column")
+    with pytest.raises(ZeroDivisionError) if rank else nullcontext():
         middle()
     dist.barrier()
-    known, new = Case("ag_gemm", 6, 8, 4), Case("gemm_rs", 5, 7, 3)
-    for case in (new, known):
-        text = refused(errors.GroupBroken, lambda case=case: check(case))
-        assert "cannot be used any more: rank 1 failed in the middle of a call: " in text
-        assert text.endswith("ZeroDivisionError: no wgrad today")
-    with pytest.raises(errors.GroupBroken):
-        flux_megatron.confirm_step()
-    assert len(workspace(group, here()).open_calls()) == rank * (2 if kind == "column" else 1)
-    check(known, dist.new_group([0, 1]))  # another group is as it was
+    x, w = (torch.ones(s, device=DEVICE) for s in ((6, 4), (8, 4)))
+    call = ops.gemm_reduce_scatter if rank else ops.all_gather_gemm
+    kinds = errors.ProblemMismatch, errors.GroupBroken, errors.SignalTimeout
+    with pytest.raises(kinds) as caught:  # noqa: PT012, the second on GPUs
+        call(x, w, dist.group.WORLD)
+        flux_megatron.synchronize()
+    assert "different calls" in str(caught.value) or "agree on the call" in str(caught.value)
+
+
+def _no_memory(*given: object, **options: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("strategy", ["fused", "pipelined"])
+@on_device_ranks(2, environment=SHORT)
+def test_no_memory_for_a_result_ends_no_group(rank, strategy, first):
+    """Of all ranks alike, in the first call of a program or in a later one."""
+    group, space = dist.group.WORLD, workspace(dist.group.WORLD, here())
+    x, w = torch.ones(6, 4, device=DEVICE), torch.ones(8, 4, device=DEVICE)
+    for operation in (ops.all_gather_gemm, ops.gemm_reduce_scatter):
+        call = partial(operation, x, w, group, plan=Plan(strategy))
+        for _ in range(4):
+            call()
+        if first:
+            space.programs.clear()
+        taken_back = mock.patch.object(Channel, "take_back", autospec=True, wraps=None)
+        with mock.patch.object(torch.Tensor, "new_empty", _no_memory), taken_back as took:
+            took.side_effect = take_back
+            with pytest.raises(torch.OutOfMemoryError):
+                call()
+        assert took.called
+        assert not space.open_calls()
+        y = call()
+        rows = 4.0 * (1 if operation is ops.all_gather_gemm else 2)
+        assert_exact(y, torch.full(y.shape, rows))
+    flux_megatron.confirm_step()
 
 
 @on_device_ranks(2, environment=SHORT)
@@ -90,18 +161,29 @@ def test_the_first_error_is_reported(rank):
     x, w = torch.ones(6, 4, device=DEVICE), torch.ones(8, 4, device=DEVICE)
     store = dist.distributed_c10d._get_default_store()
 
-    def consume(rows: torch.Tensor) -> None:
-        if rank == 0:
-            store.wait(["rank 1 has failed"])
-        raise KeyError(f"of rank {rank}")
+    space = workspace(dist.group.WORLD, x.device)
+    ops.all_gather_gemm(x, w, dist.group.WORLD)
+
+    def begun() -> None:
+        with space.guard():
+            space.begin("gather", 100)
+            if rank == 0:
+                store.wait(["rank 1 has failed"])
+            raise KeyError(f"of rank {rank}")
 
     with pytest.raises(KeyError, match=f"of rank {rank}"):
-        ops.run_ag_gemm(x, w, None, dist.group.WORLD, consume=consume)
+        begun()
     if rank == 1:
         store.set("rank 1 has failed", "")
     dist.barrier()
     message = refused(errors.GroupBroken, lambda: check(Case("ag_gemm", 6, 8, 4)))
+    assert "cannot be used any more before all its ranks call release(): rank 1 failed" in message
     assert message.endswith("rank 1 failed in the middle of a call: KeyError: 'of rank 1'")
+    with pytest.raises(errors.GroupBroken):
+        flux_megatron.confirm_step()
+    check(Case("ag_gemm", 6, 8, 4), dist.new_group([0, 1]))  # another group is as it was
+    flux_megatron.release()
+    check(Case("ag_gemm", 6, 8, 4))
 
 
 @on_device_ranks(2, environment=SHORT)

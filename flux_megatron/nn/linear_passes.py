@@ -178,15 +178,18 @@ def backward(
                 dx = dy @ w
             elif needs_dx:
                 reduction = pieces.start_gemm_ar(dy, w, group, layout="nn")
-        if x is not None:
-            dw = _run_wgrad(options.wgrad, w, dy, gather.complete() if gather else x)
-        elif needs_dw and options.dy_buffer is not None:
-            options.dy_buffer.append(dy)
-        if gather:
-            gather.close()
-        db = dy.sum(0) if needs_db else None
-        if reduction:
-            dx = reduction.finish()
+        rows = gather.complete() if gather else x
+        try:
+            if rows is not None:
+                dw = _run_wgrad(options.wgrad, w, dy, rows)
+            elif needs_dw and options.dy_buffer is not None:
+                options.dy_buffer.append(dy)
+            db = dy.sum(0) if needs_db else None
+        finally:  # an error of the caller ends no group: the others get what they wait for
+            if gather:
+                gather.close()
+            if reduction:
+                dx = reduction.finish()
     return None if dx is None else _shaped(dx, shape), dw, db
 
 
@@ -222,6 +225,9 @@ def _row_backward(
     elif consume:
         with ops.guard(group, dy.device):
             gather = pieces.start_gather(dy, w, group, layout="nn")
-            consume(gather.complete())
-            gather.close()
+            rows = gather.complete()
+            try:
+                consume(rows)
+            finally:
+                gather.close()
     return dx, dw[0]

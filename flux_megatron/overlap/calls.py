@@ -89,6 +89,10 @@ def _at_once(
             x.data_ptr(), w.data_ptr(), 0 if bias is None else bias.data_ptr(),
             *((0, 0) if scaling is None else (scaling.x.data_ptr(), scaling.w.data_ptr())),
         )  # fmt: skip
+    except BaseException:  # no memory: nothing has been enqueued
+        channel.take_back()
+        raise
+    try:
         if not run(region.table, stream, epoch, 0, *given, *addresses):
             channel.take_back()
             return None
@@ -136,8 +140,8 @@ class InFlight:
             if channel is None or not channel.may_begin(wanted.size_bytes):
                 return self._take_back()
             self.calls.append(channel.begin(False))
+        self._make(lists.made)
         try:
-            self._make(lists.made)
             return self._by_c(lists) or self._take_back()
         except BaseException as error:
             self.space.break_off(error)
@@ -156,8 +160,8 @@ class InFlight:
         ]
         # who has made x may use another stream
         self.stream, self._elsewhere = self.engine.current(), True
-        self._make(self.program.made)
         captured = any(call.region.entries is not None for call in self.calls)
+        self._make(self.program.made, captured)
         if not captured and self.engine.runs_lists and not is_watched():
             self._lists = lists_of(self.program, self.engine, self.number)
             if self._lists is not None:
@@ -167,13 +171,20 @@ class InFlight:
         self._lists = None
         self._by_python()
 
-    def _make(self, made: Iterable[Made]) -> None:
-        """Take memory for what the call makes; then its registers are known."""
+    def _make(self, made: Iterable[Made], captured: bool = False) -> None:
+        """Take memory for what the call makes; then its registers are known. A call for which there
+        is none is taken back, unless a capture has enqueued how it begins.
+        """
         tensors, calls = self.tensors, self.calls
         new = tensors[0].new_empty
-        tensors += [
-            new(shape) if dtype is None else new(shape, dtype=dtype) for shape, dtype in made
-        ]
+        try:
+            tensors += [
+                new(shape) if dtype is None else new(shape, dtype=dtype) for shape, dtype in made
+            ]
+        except BaseException:
+            if not captured:
+                self._take_back()
+            raise
         table, epoch, second = calls[0].region.table, calls[0].epoch, 0
         if len(calls) == 2:
             table, second = table + calls[1].region.table, calls[1].epoch
@@ -197,11 +208,13 @@ class InFlight:
     close = finish
 
     def lend(self, consume: Callable[[Tensor], None]) -> None:
-        """The caller's turn: he enqueues his reads before he returns."""
+        """The caller's turn: he enqueues his reads before he returns. An error of his ends no
+        group: the others get all that this call owes them, and its channel is closed.
+        """
         try:
             consume(self._lent())
-        except BaseException as error:
-            self.space.break_off(error)
+        except BaseException:
+            self.finish()
             raise
 
     def _lent(self) -> Tensor:

@@ -14,7 +14,6 @@ waits, so it holds no SM while rows are on their way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -39,15 +38,15 @@ class Arriving(NamedTuple):
 
 def ag_gemm(
     x: Tensor, right: Tensor, group_rows: tuple[int, ...], group: ProcessGroup, stream: CopyEngine,
-    consume: Callable[[Tensor], None] | None, workspace: Workspace,
-) -> Tensor:  # fmt: skip
-    """all_gather(x [M_shard, K]) @ right [K, N]: y [M, N]; `consume` is called with the gathered
-    rows. `group` runs the collectives, which begin on `stream`.
+    keep: bool, workspace: Workspace,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """all_gather(x [M_shard, K]) @ right [K, N]: y [M, N]; with `keep` also the gathered rows.
+    `group` runs the collectives, which begin on `stream`.
     """
     rank, shards, (rows, K) = group.rank(), group.size(), x.shape
     y = x.new_empty(shards, rows, right.shape[1])
     blocks = x.new_empty(shards * rows, K)
-    ordered = x.new_empty(shards, rows, K) if consume is not None else None
+    ordered = x.new_empty(shards, rows, K) if keep else None
 
     def start(first: int, last: int) -> Arriving:
         block = blocks[shards * first : shards * last]
@@ -70,9 +69,7 @@ def ag_gemm(
         if ordered is not None:
             ordered[:, band.first : band.last] = band.block
     stream.join()
-    if consume is not None and ordered is not None:
-        consume(ordered.view(-1, K))
-    return y.view(-1, right.shape[1])
+    return y.view(-1, right.shape[1]), None if ordered is None else ordered.view(-1, K)
 
 
 def _multiply(x: Tensor, right: Tensor, *, out: Tensor) -> None:

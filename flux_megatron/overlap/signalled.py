@@ -92,10 +92,13 @@ def ag_gemm(
     right = w.t() if layout == "nt" else w
     stage.begin(workspace)
     bands = plan.group_rows
-    y = gathered_bands.ag_gemm(x, right, bands, group, stage.stream, consume, workspace)
+    keep = consume is not None
+    y, gathered = gathered_bands.ag_gemm(x, right, bands, group, stage.stream, keep, workspace)
     stage.open = False
     if bias is not None:
         y += bias
+    if consume is not None and gathered is not None:
+        consume(gathered)
     return y
 
 

@@ -101,7 +101,7 @@ class Agreement:
     def break_off(self, failure: str) -> None:
         """Publish that this rank failed in the middle of a call, unless one failed before."""
         mine = (
-            f"group {self._name} cannot be used any more: "
+            f"group {self._name} cannot be used any more before all its ranks call release(): "
             f"rank {self._rank} failed in the middle of a call: {failure}"
         )
         try:
