@@ -99,6 +99,17 @@ def test_custom_wgrad(rank):
 
 
 @on_device_ranks(2, environment=FUSED)
+def test_gradients_of_what_is_kept_or_formed_elsewhere_are_not_differentiated_again(rank):
+    made = layer("column", 2, torch.float32, (5, 3), 7, 9, False)
+    elsewhere = {"wgrad": lambda w, dy, x: None}
+    for options in ({"save_gathered": True}, {"dy_buffer": []}, elsewhere):
+        given = mine(made, rank)
+        y = apply(made, *given, **options)
+        with pytest.raises(RuntimeError, match=r"leave wgrad .*, dy_buffer and save_gathered"):
+            torch.autograd.grad(y.sum(), given[0], create_graph=True)
+
+
+@on_device_ranks(2, environment=FUSED)
 def test_deferred_wgrad(rank):
     """With a dy_buffer backward hands dy over, in order, and does nothing else for the weight."""
     R = dist.get_world_size()

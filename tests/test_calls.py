@@ -14,6 +14,7 @@ import torch
 from fake_driver import Driver
 from fake_engines import CALLERS, FUNCTION, NEEDS, OTHER, STREAM, engine
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from flux_megatron import settings
 from flux_megatron.kernels import native_launch, triton_launch
@@ -30,6 +31,7 @@ from flux_megatron.symm.recent import Recent
 pytest_plugins = ("fake_engines",)
 pytestmark = NEEDS
 M, N, K = 4, 8, 4
+IS_WATCHED = calls.is_watched
 PLAN = Plan("fused")
 REGIONS = [torch.full((M, K), 3.0), torch.full((M, K), 5.0)]
 SIGNAL = 3000
@@ -423,23 +425,37 @@ def test_an_error_of_the_driver_breaks_the_group_off(space, refused):
     assert "failed: 719" in space.broken
 
 
-def test_an_error_of_a_function_or_the_caller_breaks_the_group_off(space):
+def test_an_error_of_a_function_breaks_the_group_off_and_one_of_the_caller_does_not(space):
     whole(*operands(0), "nt", PLAN, space)
     streams(space)
 
     def refuse(rows: Tensor | None = None) -> None:
         raise ValueError("no wgrad")
 
-    def assert_breaks_off(call: Callable, *given: object, after: list[tuple]) -> None:
-        space.channel.open, space.broken = False, ""
+    def after(call: Callable, *given: object) -> tuple[bool, str, list[tuple]]:
         with pytest.raises(ValueError, match="no wgrad"):
             call(*given)
-        assert (space.channel.open, space.broken) == (True, "no wgrad")
-        assert streams(space) == after
+        return space.channel.open, space.broken, streams(space)
 
-    assert_breaks_off(ag_gemm, *operands(1), None, "nt", PLAN, space, refuse, after=FIRST)
+    # the other ranks wait for the rest of it
+    found = after(ag_gemm, *operands(1), None, "nt", PLAN, space, refuse)
+    assert found == (False, "", [*FIRST, *LAST])
     BEFORE_GEMM[0] = refuse
-    assert_breaks_off(whole, *operands(1), "nt", PLAN, space, after=FIRST[:3])
+    assert after(whole, *operands(1), "nt", PLAN, space) == (True, "no wgrad", FIRST[:3])
+
+
+def test_a_profiler_sees_the_phases_of_a_call_that_c_runs_otherwise(space, monkeypatch):
+    monkeypatch.setattr(calls, "is_watched", IS_WATCHED)
+    for number in range(4):
+        by_kernel(*operands(number), "nt", PLAN, space)
+    ran: list[InFlight] = []
+    by_python = mock.patch.object(InFlight, "_by_python", autospec=True, side_effect=ran.append)
+    with by_python:
+        by_kernel(*operands(1), "nt", PLAN, space)
+        assert not ran
+        with profile(activities=[ProfilerActivity.CPU]):
+            by_kernel(*operands(1), "nt", PLAN, space)
+    assert len(ran) == 1
 
 
 def test_a_call_in_pieces(space):
