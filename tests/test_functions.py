@@ -186,6 +186,9 @@ def test_under_autocast_layers_have_the_dtypes_of_torch_s(rank):
     for name, y in made.items():
         dx, dw = torch.autograd.grad(y, (x, w), torch.ones_like(y))
         assert (y.dtype, dx.dtype, dw.dtype) == (torch.bfloat16, x.dtype, w.dtype), name
+    with torch.autocast(DEVICE, torch.bfloat16):
+        made = of_each_layer(x.double(), w.double())
+    assert {y.dtype for y in made.values()} == {torch.float64}
 
 
 @on_device_ranks(2, environment=FUSED)

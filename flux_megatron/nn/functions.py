@@ -112,8 +112,10 @@ def linear(name: str, x: Tensor, w: Tensor, bias: Tensor | None, options: Option
 
 
 def autocast(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands in the dtype that autocast gives to a linear layer, where it is enabled."""
-    if not torch.is_autocast_enabled(x.device.type):
+    """The operands in the dtype that autocast gives to a linear layer, where it is enabled; it
+    leaves fp64.
+    """
+    if not torch.is_autocast_enabled(x.device.type) or x.dtype == w.dtype == torch.float64:
         return x, w, bias
     dtype = torch.get_autocast_dtype(x.device.type)
     return x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
