@@ -7,8 +7,8 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -236,6 +236,14 @@ def too_large(*given: object) -> None:
     raise OutOfResources(245_760, 232_448, "shared memory")
 
 
+@contextmanager
+def no_gpu_that_holds_it() -> Iterator[None]:
+    """As a first launch finds it: by Python, on GPUs too."""
+    watched = mock.patch.object(calls, "is_watched", return_value=True)
+    with watched, mock.patch.object(Launcher, "_launch", too_large), pytest.raises(OutOfResources):
+        yield
+
+
 FEW = Plan("low_latency", tile=Tile(16, 16, 16))
 # calls that begin with their kernel: nothing has been sent when the GPU refuses it
 BY_KERNEL = {
@@ -249,7 +257,7 @@ BY_KERNEL = {
 def test_a_kernel_that_no_gpu_can_hold_breaks_nothing(rank, kind):
     """All ranks fail alike, before and after calls that succeed, and another plan goes on."""
     for case in BY_KERNEL[kind] * 2:
-        with mock.patch.object(Launcher, "_launch", too_large), pytest.raises(OutOfResources):
+        with no_gpu_that_holds_it():
             check(case)
         assert not workspace(dist.group.WORLD, here()).open_calls()
         check(case)
@@ -262,8 +270,7 @@ def test_else_a_kernel_that_no_gpu_can_hold_breaks_the_call(rank, captures):
     """A call whose rows are sent, and one in a capture, which has begun otherwise."""
     case = BY_KERNEL["tiles"][0] if captures else Case("ag_gemm", 6, 8, 4)
     captured = mock.patch.object(calls, "capturing", return_value=captures)
-    refused_launch = mock.patch.object(Launcher, "_launch", too_large)
-    with refused_launch, captured, pytest.raises(OutOfResources):
+    with captured, no_gpu_that_holds_it():
         check(case)
     dist.barrier()
     assert "OutOfResources" in refused(errors.GroupBroken, lambda: check(Case("gemm_rs", 5, 7, 3)))
@@ -278,7 +285,7 @@ def test_a_kernel_that_one_gpu_cannot_hold_is_a_late_rank_to_the_other(rank):
     dist.barrier()
     started = time.monotonic()
     if rank == 1:
-        with mock.patch.object(Launcher, "_launch", too_large), pytest.raises(OutOfResources):
+        with no_gpu_that_holds_it():
             call()
     else:
         late = pytest.raises(errors.SignalTimeout, match="for words of rank 1: epoch 2 expected")

@@ -120,6 +120,8 @@ ONE_MORE = SimpleNamespace(memmove=copied, c_int32=ctypes.c_int32)
 def test_a_call_goes_through_five_files_at_most(strategy, pattern):
     own = strategy not in ("sequential", "signalled")
     kernels = {f"kernels/{name}" for name in KERNELS[strategy, pattern]}
+    if strategy == "low_latency" and DEVICE == "cuda":
+        kernels.add("kernels/shared_memory")  # whether the tile fits an SM
     for found, builds in on_device(chains, 2, strategy, pattern, environment=PLAIN):
         longest = max(found, key=len)
         assert len(longest) <= LONGEST, " > ".join(longest)

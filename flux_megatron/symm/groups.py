@@ -49,7 +49,8 @@ def given(group: ProcessGroup) -> ProcessGroup:
             "group None given, the process group of the ranks that share the layer expected, such "
             "as torch.distributed.group.WORLD after init_process_group"
         )
-    if not hasattr(group, "size"):
+    # torch 2.11's Dynamo cannot ask a group for an attribute
+    if not torch.compiler.is_dynamo_compiling() and not hasattr(group, "size"):
         raise TypeError(
             f"group {group!r} given, a torch.distributed.ProcessGroup with this rank expected"
         )

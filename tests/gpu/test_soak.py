@@ -61,7 +61,8 @@ def groups_come_and_go(rank: int) -> dict:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_groups_that_come_and_go(world_size):
-    short = {"FLUX_MEGATRON_TIMEOUT_S": "2"}
+    # on GPUs a rank may first compile a kernel
+    short = {"FLUX_MEGATRON_TIMEOUT_S": "2" if DEVICE == "cpu" else "15"}
     rows = on_device(groups_come_and_go, world_size, limit_s=280, environment=short, fresh=True)
     assert [row["rounds"] for row in rows] == [ROUNDS] * world_size
     ends = [what for what in rows[0]["done"] if what.endswith((", destroy", ", release"))]
