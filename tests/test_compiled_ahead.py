@@ -1,11 +1,12 @@
 """Processes that compile ahead, and whom they ask: each rank once for all ranges of a kind.
 
-Needs no GPU: a kernel is compiled for a pretended one.
+A kernel is compiled for a pretended GPU; the last test counts what training compiles on two.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import time
@@ -15,9 +16,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import GPU_RANKS, here, on_cpu_ranks
 
 from flux_megatron.kernels import compiled_ahead
 from flux_megatron.kernels.triton_launch import Code
+from flux_megatron.nn import ColumnParallelLinear, RowParallelLinear
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Problem
 from flux_megatron.tuning import ahead
@@ -152,3 +156,46 @@ def test_a_group_asks_once_for_a_kind_and_its_ranges():
         parts.append({*started})
     assert not parts[0] & parts[1]
     assert len(parts[0] | parts[1]) == 10
+
+
+ON = {
+    "FLUX_MEGATRON_TUNE": "on",
+    "FLUX_MEGATRON_TUNE_SECONDS": "3",
+    "FLUX_MEGATRON_CACHE": "{tmp_path}/plans",
+    "TRITON_CACHE_DIR": "{tmp_path}/kernels",
+}
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.skipif(GPU_RANKS < 2, reason="needs two GPUs")
+@on_cpu_ranks(2, device="cuda", environment=ON, fresh=True)
+def test_training_compiles_nothing_after_its_first_step(rank):
+    import triton
+
+    group, made = dist.group.WORLD, {"device": here(), "dtype": torch.bfloat16}
+    layers = [
+        ColumnParallelLinear(2048, 4096, group=group, **made),
+        RowParallelLinear(4096, 2048, group=group, **made),
+    ]
+    compiled_here: list[str] = []
+
+    def step(M: int) -> None:
+        x = torch.randn(M // 2, 2048, requires_grad=True, **made)
+        for layer in layers:
+            x = layer(x)
+        x.sum().backward()
+        torch.cuda.synchronize()
+
+    def listen(*, src, cache_hit: bool, **more: object) -> None:
+        if not cache_hit:
+            compiled_here.append(src.name)
+
+    step(4096)
+    triton.knobs.compilation.listener = listen
+    try:
+        drawn = random.Random(58)
+        for _ in range(12):
+            step(2 * drawn.randint(363, 10_000))
+    finally:
+        triton.knobs.compilation.listener = None
+    assert compiled_here == []
