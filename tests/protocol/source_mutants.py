@@ -89,6 +89,8 @@ class _Replacing:
             pretend()
         module = importlib.import_module(self._mutant.module)
         replace(module, self._mutant.mutation, self._file)
+        # a test's script, in a process of its own, replaces it too
+        os.environ["MUTANT"] = f"{self._mutant.module}={self._file}"
 
 
 def replace(module: ModuleType, mutation: Mutation, file: Path) -> None:

@@ -1,0 +1,146 @@
+"""Which code is compiled ahead for a layer's kinds, and which code calls launch, where there is no
+GPU: on the stand-ins of `offline_calls`. Launches are noted; nothing is compiled.
+
+    python ahead_calls.py FILE    writes JSON: a text for each code
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import offline_calls
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from flux_megatron import ops, pieces
+from flux_megatron.kernels.triton_launch import Code, noted
+from flux_megatron.overlap import registry
+from flux_megatron.patterns import Pattern
+from flux_megatron.problem import Plan, Problem
+from flux_megatron.symm import workspace
+from flux_megatron.symm.space import Workspace
+from flux_megatron.tuning import ahead, choice
+from flux_megatron.tuning.plan_table import PlanTable, raced_as, racers, together
+
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+FEWEST, MOST = 726, 20_000  # tokens of a micro-batch
+DRAWN = 8
+FIRST = 4096  # of a run
+N, K = 1024, 2048
+FORWARD = Problem(Pattern.AG_GEMM, FIRST, N, K, "bfloat16", 2)
+
+
+def kinds() -> list[Problem]:
+    """Both layers of a pair, forward and backward."""
+    other = replace(FORWARD.dual, layout="nt")
+    return [FORWARD, FORWARD.dual, other, other.dual]
+
+
+def compiled_ahead(space: Workspace) -> set[Code]:
+    """By the first call of a kind."""
+    found: set[Code] = set()
+    with mock.patch.object(ahead, "_started", lambda codes, space: found.update(codes) or []):
+        ahead.compile_kinds(FORWARD, together(FIRST), PlanTable(), space)
+    return found
+
+
+def plans(kind: Problem, M: int, space: Workspace) -> Iterator[Plan]:
+    """All that races can choose for M rows."""
+    problem = replace(kind, M=M)
+    names, _ = registry.overlapping(problem, "auto", space.unavailable)
+    found = {PlanTable().plan(problem, names): None}
+    for number in together(M):
+        raced = raced_as(kind, number)
+        for one in racers(raced, registry.overlapping(raced, "auto", space.unavailable)[0]):
+            found[PlanTable({raced.M: one}).plan(problem, names)] = None
+    yield from found
+
+
+def calls_of(kind: Problem, M: int, plan: Plan) -> Iterator[Any]:
+    """Calls of a kind with M rows, by a plan, as layers make them."""
+    problem, group = replace(kind, M=M), dist.group.WORLD
+    x = offline_calls.matrix(problem.x_rows, problem.K_local)
+    w = offline_calls.matrix(
+        *((problem.N_local, problem.K_local)[:: 1 if kind.layout == "nt" else -1])
+    )
+    wgrad = offline_calls.wgrad
+    if problem.spec.gathers:
+        bias = torch.zeros(problem.N_local, dtype=torch.bfloat16)
+        given = {"layout": kind.layout, "plan": plan}
+        yield lambda: ops.run_ag_gemm(x, w, None, group, **given)
+        yield lambda: ops.run_ag_gemm(x, w, None, group, consume=wgrad, **given)
+        if not problem.is_backward:
+            yield lambda: ops.run_ag_gemm(x, w, bias, group, **given)
+            yield lambda: ops.run_ag_gemm(x, w, bias, group, consume=wgrad, **given)
+        return
+    yield lambda: ops.run_gemm_rs(x, w, group, layout=kind.layout, plan=plan)
+    if problem.is_backward:
+        saved = offline_calls.matrix(problem.M_shard, problem.N)
+        yield lambda: _backward(saved, x, w, plan)
+
+
+def _backward(saved: torch.Tensor, dy: torch.Tensor, w: torch.Tensor, plan: Plan) -> None:
+    """Of a column layer, which asks for no plan."""
+    with mock.patch.object(choice, "choose", return_value=(plan, None)):
+        gather, scatter = pieces.start_gather_and_gemm_rs(saved, dy, w, dist.group.WORLD)
+        offline_calls.wgrad(gather.complete())
+        gather.close()
+        scatter.finish()
+
+
+def launched(kind: Problem, M: int, space: Workspace) -> dict[Code, str]:
+    """By all calls, each with what launches it."""
+    found: dict[Code, str] = {}
+    by_torch = offline_calls.by_torch
+    for plan in plans(kind, M, space):
+        if plan.strategy == "sequential":
+            continue
+        for number, call in enumerate(calls_of(kind, M, plan)):
+            space.checked.clear()
+            with (
+                noted() as codes,
+                mock.patch.multiple(torch.Tensor, add_=by_torch, copy_=by_torch),
+                mock.patch.object(torch, "mm", by_torch),
+            ):
+                call()
+            offline_calls.DRIVER.count.value = 0
+            for code in codes:
+                found.setdefault(code, f"call {number} of {replace(kind, M=M)} by {plan}")
+    return found
+
+
+def main(path: str) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    if mutant := os.environ.get("MUTANT"):
+        module, file = mutant.split("=")
+        code = compile(Path(file).read_text(), file, "exec")
+        exec(code, vars(importlib.import_module(module)))
+    with offline_calls.engine(False):
+        space = workspace.workspace(dist.group.WORLD, torch.device("cpu"))
+        ahead_of_calls = compiled_ahead(space)
+        drawn = random.Random(58)
+        rows = [FIRST, *(2 * drawn.randint(FEWEST // 2, MOST // 2) for _ in range(DRAWN))]
+        found: dict[Code, str] = {}
+        for kind in kinds():
+            for M in rows:
+                found |= launched(kind, M, space)
+    missed = {repr(code): by for code, by in found.items() if code not in ahead_of_calls}
+    kernels = Counter(code.kernel for code in found)
+    Path(path).write_text(json.dumps({"missed": missed, "kernels": kernels}))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,29 @@
+"""Once a layer's kinds have been compiled ahead, no call of training launches other code. Needs no
+GPU.
+"""
+
+from __future__ import annotations
+
+import fake_driver
+import pytest
+import torch
+from compiled_apart import compiled_by
+
+from flux_megatron.versions.triton import TRITON
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not TRITON.since("3.6"), reason="this Triton has no Gluon for Hopper"),
+    pytest.mark.skipif(not fake_driver.compiler(), reason="no C compiler"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="this torch loads a driver itself"),
+]
+
+
+def test_calls_of_any_rows_launch_what_was_compiled_ahead(tmp_path):
+    written = compiled_by("ahead_calls.py", tmp_path)
+    missed = [f"{by}: {code}" for code, by in written["missed"].items()]
+    assert not missed, "\n".join(missed)
+    kernels = written["kernels"]
+    assert {"hopper_ag_gemm_kernel", "hopper_gemm_rs_kernel"} <= {*kernels}
+    # for multiples of 16 too
+    assert kernels["reduce_received_kernel"] == kernels["wait_sources_kernel"] == 1
