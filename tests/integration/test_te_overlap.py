@@ -77,6 +77,10 @@ def stepped(rank: int, layer: Any, mode: str) -> list[Tensor]:
     return [y.detach(), x.grad, layer.weight.grad]
 
 
+def watched(module: Any, name: str) -> Any:
+    return mock.patch.object(module, name, wraps=getattr(module, name))
+
+
 def totals() -> dict[str, int]:
     calls = flux_megatron.report().calls
     return {p: sum(n for (q, _), n in calls.items() if q == p) for p in ("ag_gemm", "gemm_rs")}
@@ -87,6 +91,7 @@ def reasons() -> list[str]:
 
 
 BESIDE = {"current": 1, "none": 0, "block": 2}  # x of the column layer; in blocks, dy of the row's
+KEPT = {"current": 2, "none": 1, "block": 0}  # what these give to TE's wgrad otherwise
 
 
 @pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
@@ -98,11 +103,11 @@ BESIDE = {"current": 1, "none": 0, "block": 2}  # x of the column layer; in bloc
 @on_cpu_ranks(2, environment=NAMED)
 def test_layers_follow_those_without_overlap(rank, recipe, delayed):
     overlapped(recipe)
+    from flux_megatron.integration import te_communicators
+
     te_modules.FP8GlobalStateManager.enabled = recipe != "none"
     te_modules.Linear.delay_wgrad_compute = delayed
-    with mock.patch.object(
-        pieces, "start_gather_beside", wraps=pieces.start_gather_beside
-    ) as beside:
+    with watched(pieces, "start_gather_beside") as beside, watched(te_communicators, "keep") as kept:
         for mode in SIZES:
             ours, plain = (
                 stepped(rank, layer(rank, mode, overlap, bias=mode == "column"), mode)
@@ -110,6 +115,7 @@ def test_layers_follow_those_without_overlap(rank, recipe, delayed):
             )
             sbs.assert_same(ours, plain)
     assert beside.call_count == BESIDE[recipe], "gathers by copy engines"
+    assert kept.call_count == KEPT[recipe]
     assert totals() == {"ag_gemm": 2 + delayed, "gemm_rs": 2 + delayed}
 
 
@@ -206,6 +212,46 @@ def test_other_layers_arms_and_recipes_stay_tes(rank):
     te_modules.FP8GlobalStateManager.recipe = te_modules.Recipe("mxfp8")
     stepped(rank, column, "column")
     assert not any(totals().values())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "splits"), [("current", [False, True]), ("block", [True, True])]
+)
+@on_cpu_ranks(2)
+def test_sums_are_split_where_te_asks_and_always_in_blocks(rank, recipe, splits):
+    with watched(overlapped(recipe), "Scaling") as made:
+        stepped(rank, layer(rank, "column", True), "column")
+    assert [call.args[3] for call in made.call_args_list] == splits, "forward and dx"
+
+
+@on_cpu_ranks(2)
+def test_what_is_asked_for_beside_a_gemm_is_not_computed(rank):
+    refused = overlapped()._unsupported
+    x = torch.ones(2, 2)
+    for name in ("quantization_params", "gelu", "accumulate", "out", "bulk_overlap"):
+        assert refused(x, x, 2, {name: True}) == f"TransformerEngine asks for {name}"
+        assert refused(x, x, 2, {name: False}) is None
+
+
+@on_cpu_ranks(2)
+def test_a_transpose_from_before_the_optimizers_step_is_not_used(rank):
+    refused = overlapped()._unsupported
+    w = te_modules.parameter_of(torch.ones(16, 16))
+    w.update_usage(columnwise_usage=True)
+    assert refused(w, w, 2, {"layout": "NN"}) is None
+    w.change(torch.zeros(16, 16) + 2)
+    assert "no transpose" in refused(w, w, 2, {"layout": "NN"})
+
+
+@on_cpu_ranks(2)
+def test_a_communicator_ends_with_its_group(rank):
+    """A later group may have the same name."""
+    te_overlap = overlapped()
+    for _ in range(2):
+        name = te_overlap.name_for("fc1", dist.group.WORLD)
+        made = te_modules.get_ub(f"{name}_fprop", True)
+        assert made.group is dist.group.WORLD
+        made.group = None
 
 
 @pytest.mark.parametrize("recipe", ["current", "block"])

@@ -321,6 +321,9 @@ def test_a_container_sees_what_the_ranks_need_and_arms_may_have_their_own(tmp_pa
     assert "\n    python3\n)\n" in output
     assert reach["flux"].split("name=")[1] == reach["megatron"].split("name=")[1]
     assert reach["flux"].split("name=")[1] != reach["te"].split("name=")[1]
+    (tmp_path / "site.yaml").write_text("python: /opt/python\ncontainer: {image: a}")
+    output = launch(GPT, "--dry-run", "--site", tmp_path / "site.yaml")
+    assert "\n    /opt/python\n)\n" in output
 
 
 # --- submitted, and on this machine
