@@ -114,7 +114,11 @@ def test_layers_of_transformer_engine(rank, way, biased):
     assert parameters(theirs) == parameters(model)
     assert sharded(theirs) == sharded(model)
     torch.testing.assert_close(sbs.one_step(theirs), sbs.one_step(model), rtol=0, atol=BOUND)
+    layer = model.decoder.layers[0].mlp.linear_fc2
+    fresh = copy.copy(layer.weight)
+    layer.weight = fresh
     flux_megatron.disable()
+    assert layer.weight is fresh, "parameters stay, those that came meanwhile too"
     assert kinds(chunks(options, True)[0]) == names
     if way == "replace":
         assert kinds(model) == names

@@ -11,6 +11,7 @@ import torch
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+import flux_megatron
 from flux_megatron import report
 from flux_megatron.integration.norm import FluxNorm
 from flux_megatron.integration.norm_linear import FluxLayerNormColumnParallelLinear
@@ -100,6 +101,17 @@ def test_other_norms_are_refused():
     settings.normalization = "BatchNorm"
     with pytest.raises(ValueError, match=r"'BatchNorm', one of \['LayerNorm', 'RMSNorm'\]"):
         FluxNorm(settings, H)
+
+
+def test_enable_leaves_other_norms_to_megatron():
+    settings = config()
+    settings.normalization = "BatchNorm"
+    flux_megatron.enable()
+    try:
+        with pytest.raises(Exception, match="Only LayerNorm"):
+            WrappedTorchNorm(settings, H)
+    finally:
+        flux_megatron.disable()
 
 
 CONFIGS = {
