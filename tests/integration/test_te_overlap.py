@@ -107,7 +107,10 @@ def test_layers_follow_those_without_overlap(rank, recipe, delayed):
 
     te_modules.FP8GlobalStateManager.enabled = recipe != "none"
     te_modules.Linear.delay_wgrad_compute = delayed
-    with watched(pieces, "start_gather_beside") as beside, watched(te_communicators, "keep") as kept:
+    with (
+        watched(pieces, "start_gather_beside") as beside,
+        watched(te_communicators, "keep") as kept,
+    ):
         for mode in SIZES:
             ours, plain = (
                 stepped(rank, layer(rank, mode, overlap, bias=mode == "column"), mode)
