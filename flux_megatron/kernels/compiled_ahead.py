@@ -1,6 +1,5 @@
-"""Kernels are compiled ahead of their launches in processes of their own, which need no GPU: Triton
-holds Python's lock for a third of the time. Triton's cache on disk keeps what they make, and that
-they have done it.
+"""Kernels are compiled ahead of their launches in processes of their own, which need no GPU and
+share no lock of Python's. Triton's cache on disk keeps what they make, and that they have done it.
 
 A process that fails, or is late, leaves its kernels to their first launch.
 

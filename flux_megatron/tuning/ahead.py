@@ -125,7 +125,7 @@ def _started(codes: list[Code], space: Workspace) -> list[Any]:
     marks = {compiled_ahead.mark_of(code, sources_digest()): code for code in mine}
     new = [mark for mark in marks if mark not in _asked and not compiled_ahead.is_marked(mark)]
     _asked.update(new)
-    # half of a process's time is imports, so two share a core
+    # twice as many as cores: a process begins with imports, and few have two kernels then
     parts = [new[number :: 2 * _cores()] for number in range(min(len(new), 2 * _cores()))]
     started = [
         compiled_ahead.start([marks[mark] for mark in part], part, space.device) for part in parts
