@@ -97,6 +97,23 @@ def compiled(layer: Layer, backend: str = "aot_eager", **options) -> Layer:
 
 
 @on_device_ranks(2, environment=FUSED)
+def test_what_no_gradient_needs_may_change_before_a_compiled_backward(rank):
+    """Without a gradient of w, x; without one of x, w, whose shape a column or row layer needs."""
+    for kind, layer in layers().items():
+        for frozen in (0, 1) if kind in ("local", "column_ar", "row_ar") else (1,):
+            given = operands()
+            given[frozen].requires_grad_(False)
+            expected = passes(layer, given)
+            for tensor in given:
+                tensor.grad = None
+            y = compiled(layer)(*given)
+            with torch.no_grad():
+                given[1 - frozen].mul_(2)
+            y.backward((torch.arange(y.numel(), device=y.device) % 3).view(y.shape).to(y.dtype))
+            same([y, *(tensor.grad for tensor in given)], expected, f"{kind} {frozen}")
+
+
+@on_device_ranks(2, environment=FUSED)
 def test_compiled_layers_do_what_eager_ones_do(rank):
     for kind, layer in layers().items():
         given = operands()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import flux_megatron
 from flux_megatron import errors
-from flux_megatron.expert_parallel import call, ops, wgrad
+from flux_megatron.expert_parallel import call, ops, separate, wgrad
 from flux_megatron.expert_parallel.plans import ExpertProblem
 from flux_megatron.kernels.expert_weights import ExpertWeights
 from flux_megatron.kernels.expert_wgrad import expert_wgrad
@@ -230,6 +230,32 @@ def test_wrong_arguments_are_refused(rank):
 def test_disagreement_of_ranks_is_reported(rank, plan):
     with pytest.raises(errors.ProblemMismatch, match=r"capacity 16.*capacity 17"):
         ops.a2a_gemm(*ones().values(), dist.group.WORLD, capacity=16 + rank, plan=plan)
+
+
+@pytest.mark.parametrize("module", [ops, separate])
+@on_device_ranks(2)
+def test_what_no_gradient_needs_may_change_before_backward(rank, module):
+    """Without gradients of weights the rows, without one of x the first weights."""
+    given = operands(uneven, 2, 3, 8, 16, torch.float32, "nt", 0)
+    group, counts = dist.group.WORLD, given.counts[rank].to(DEVICE)
+    *_, dx, dw, dv = (one[rank] for one in expected(given, "nt"))
+
+    def parameters(whole: Tensor) -> Tensor | list[Tensor]:
+        return whole if module is ops else [*whole.unbind(0)]
+
+    for frozen in ("x", "weights"):
+        x, w, v = leaves([one[rank].to(DEVICE) for one in (given.x, given.w, given.v)])
+        for one in (x,) if frozen == "x" else (w, v):
+            one.requires_grad_(False)
+        hidden, _ = module.a2a_gemm(x, parameters(w), counts, group, capacity=given.capacity)
+        y = module.gemm_a2a(hidden, parameters(v), counts, group, tokens=len(x))
+        with torch.no_grad():
+            for one in (w,) if frozen == "x" else (x, hidden):
+                one.mul_(2)
+        y.backward(given.dy[rank].to(DEVICE))
+        found, right = ((w.grad, v.grad), (dw, dv)) if frozen == "x" else ((x.grad,), (dx,))
+        for gradient, wanted in zip(found, right, strict=True):
+            assert_exact(gradient, wanted, frozen)
 
 
 @on_device_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "pipelined"})

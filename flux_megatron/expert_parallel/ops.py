@@ -145,7 +145,7 @@ def _save_a2a_gemm(ctx, inputs, output) -> None:
     _, received, rows = output
     ctx.mark_non_differentiable(received, rows)
     ctx.tokens = x.shape[0]
-    ctx.save_for_backward(w, counts, received, rows)
+    ctx.save_for_backward(w if ctx.needs_input_grad[0] else None, counts, received, rows)
 
 
 def _a2a_gemm_backward(ctx, dy: Tensor, *_):
@@ -162,7 +162,8 @@ def _a2a_gemm_backward(ctx, dy: Tensor, *_):
 
 def _save_gemm_a2a(ctx, inputs, output) -> None:
     x, w, counts, _, *ctx.options, ctx.reverse = inputs
-    ctx.save_for_backward(x, w, counts)
+    ctx.capacity = x.shape[0]
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w, counts)
 
 
 def _gemm_a2a_backward(ctx, dy: Tensor):
@@ -170,7 +171,7 @@ def _gemm_a2a_backward(ctx, dy: Tensor):
     group, layout, plan = ctx.options
     needs_dw = ctx.needs_input_grad[1]
     dx, received, rows = _a2a_gemm(
-        dy.contiguous(), w, counts, x.shape[0], group, _other(layout), plan, needs_dw, ctx.reverse
+        dy.contiguous(), w, counts, ctx.capacity, group, _other(layout), plan, needs_dw, ctx.reverse
     )
     dw = _gradient_of_w(x, rows, received, layout, ctx.reverse) if needs_dw else None
     return dx, dw, *(None,) * 6

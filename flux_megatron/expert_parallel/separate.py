@@ -108,8 +108,9 @@ class _Node(torch.autograd.Function):
             y, received, rows = ops._a2a_gemm(x, *given, options.keep, w.reverse)
             ctx.mark_non_differentiable(received)
         else:
-            y, rows = ops._gemm_a2a(x, *given, w.reverse), x
-        ctx.save_for_backward(w.matrices, counts, received, rows)
+            y, rows = ops._gemm_a2a(x, *given, w.reverse), x if options.keep else None
+        needs_w = ctx.needs_input_grad[0] or not options.there
+        ctx.save_for_backward(w.matrices if needs_w else None, counts, received, rows)
         ctx.reverse, ctx.options, ctx.parameters = w.reverse, options, parameters
         ctx.tokens = len(x)
         return y, received

@@ -53,19 +53,22 @@ def _backward(
     main_grad: Tensor | None, layer: str, dy: Tensor, x: Tensor, w: Tensor, group: str, R: int,
     save_gathered: bool, needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dx, dw, db, each empty where it is not needed, or is added to main_grad."""
+    """dx, dw, db, each empty where it is not needed, or is added to main_grad; x and w are empty
+    where nothing reads them.
+    """
     wgrad: Wgrad = plain_wgrad if main_grad is None else IntoMainGrad(main_grad)
     rows = linear_passes.rows_of(x) if needs[1] else None
     ranks = ops.group_named(group) if group else None
     options = linear_passes.Options(layer, ranks, wgrad, save_gathered)
-    shape = _shape_of_dx(layer, dy, w, R)
+    shape = _shape_of_dx(layer, dy, w, R) if needs[0] else ()
     dx, dw, db = linear_passes.backward(dy, rows, w, shape, options, needs)
     return _or_empty(dx, dy), _or_empty(dw, dy), _or_empty(db, dy)
 
 
 @_backward.register_fake
 def _(main_grad, layer, dy, x, w, group, R, save_gathered, needs):
-    shapes = (_shape_of_dx(layer, dy, w, R), w.shape, w.shape[:1])
+    of_dx = _shape_of_dx(layer, dy, w, R) if needs[0] else ()
+    shapes = (of_dx, (dy.shape[-1], x.shape[-1]), dy.shape[-1:])
     made = (needs[0], needs[1] and main_grad is None, needs[2])
     return tuple(dy.new_empty(shape if one else 0) for shape, one in zip(shapes, made, strict=True))
 
@@ -75,19 +78,24 @@ def _shape_of_dx(layer: str, dy: Tensor, w: Tensor, R: int) -> list[int]:
 
 
 def _or_empty(gradient: Tensor | None, like: Tensor) -> Tensor:
-    """An operator returns tensors: an empty one for a gradient that is not needed."""
+    """An operator takes and returns tensors: an empty one for what is not needed."""
     return like.new_empty(0) if gradient is None else gradient
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.layer, x, w, main_grad, ctx.group, ctx.R, _, ctx.save_gathered = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(output[1] if ctx.save_gathered else x, w)
+    needs_x, needs_w = ctx.needs_input_grad[1:3]
+    gathers = needs_w and ctx.layer in ("column", "row")  # by a plan, which the shape of w finds
+    ctx.save_for_backward(
+        (output[1] if ctx.save_gathered else x) if needs_w else None,
+        w if needs_x or gathers else None,
+    )
     ctx.main_grad = main_grad  # not saved: other microbatches add to it before backward
 
 
 def _layer_gradients(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    x, w = ctx.saved_tensors
+    x, w = (_or_empty(one, dy) for one in ctx.saved_tensors)
     needs = [ctx.needs_input_grad[place] for place in (1, 2, 6)]
     main_grad = ctx.main_grad if needs[1] else None
     made = _backward(main_grad, ctx.layer, dy, x, w, ctx.group, ctx.R, ctx.save_gathered, needs)
