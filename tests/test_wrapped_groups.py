@@ -16,6 +16,7 @@ from wrapped_groups import MAKE, Configured, Hidden, Reloadable, listed, unliste
 
 import flux_megatron
 from flux_megatron import ops, settings
+from flux_megatron.expert_parallel import separate
 from flux_megatron.nn import ColumnParallelLinear, RowParallelLinear, functions, sum_gradient
 from flux_megatron.symm import groups, objects
 from flux_megatron.symm.space import Workspace
@@ -62,6 +63,10 @@ def test_calls_of_any_group_are_right_and_share_one_workspace(rank, kind):
             x, w = torch.ones(2, 4, device=DEVICE), torch.ones(3, 4, device=DEVICE)
             assert_exact(ops.all_gather_gemm(x, w, group), torch.full((4, 3), 4.0), kind)
             assert_exact(ops.gemm_all_reduce(x, w, group), torch.full((2, 3), 8.0), kind)
+            counts = torch.ones(2, 1, dtype=torch.int32, device=DEVICE)
+            y, _ = separate.a2a_gemm(x, [w], counts, group, capacity=2)
+            y = separate.gemm_a2a(y, [w.t().contiguous()], counts, group, tokens=2)
+            assert_exact(y, torch.full((2, 4), 12.0), kind)
     assert made.call_count == 1
     assert flux_megatron.report().fallbacks == {}
     flux_megatron.release(group)

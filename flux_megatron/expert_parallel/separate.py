@@ -18,6 +18,7 @@ from flux_megatron.expert_parallel import ops
 from flux_megatron.expert_parallel.wgrad import add_weight_gradient, weight_gradient
 from flux_megatron.kernels.expert_weights import ExpertWeights, as_one
 from flux_megatron.overlap.report import note_copy
+from flux_megatron.symm.groups import name_of
 
 # Gradients of the parameters of y = x w^T, or what autograd gets instead of them: of (parameters,
 # dy, x, received), both [capacity, ...] and sorted by expert.
@@ -29,7 +30,7 @@ def a2a_gemm(
     wgrad: Wgrad | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `ops.a2a_gemm` for w = torch.stack(parameters); `wgrad` makes or keeps dw."""
-    options = _Options(True, group.group_name, capacity, wgrad or plain_wgrad, _keeps(parameters))
+    options = _Options(True, name_of(group), capacity, wgrad or plain_wgrad, _keeps(parameters))
     return _Node.apply(x, counts, options, *parameters)
 
 
@@ -38,7 +39,7 @@ def gemm_a2a(
     wgrad: Wgrad | None = None,
 ) -> Tensor:  # fmt: skip
     """y of `ops.gemm_a2a` for w = torch.stack(parameters); `wgrad` makes or keeps dw."""
-    options = _Options(False, group.group_name, tokens, wgrad or plain_wgrad, _keeps(parameters))
+    options = _Options(False, name_of(group), tokens, wgrad or plain_wgrad, _keeps(parameters))
     return _Node.apply(x, counts, options, *parameters)[0]
 
 
