@@ -53,13 +53,13 @@ if ON_HOPPER:
     KERNELS["hopper", "ag_gemm"] = {"hopper_ag_gemm"}
     KERNELS["hopper", "gemm_rs"] = {"hopper_gemm_rs", "hopper_gemm"}  # when a tile is made
     KERNELS["hopper", "gemm_ar"] = {"hopper_gemm_rs", "hopper_gemm"}
-# These hand no operand on: how any kernel is launched, what describes,
-# divides, counts, names and records.
+# These hand no operand on: how any kernel is launched, what describes, divides, counts, names and
+# records, and whether a tile fits an SM.
 # `symm/` is entered through the workspace and the copy engine, whose promises docs/memory_model.md
 # has.
 BESIDE = {
     "kernels/launch", "kernels/triton_launch", "kernels/hopper_descriptors", "kernels/sizes",
-    "kernels/hopper_config", "kernels/split_k", "kernels/few_rows",
+    "kernels/hopper_config", "kernels/split_k", "kernels/few_rows", "kernels/shared_memory",
     "overlap/operands", "overlap/phase", "overlap/report", "scaling",
 }  # fmt: skip
 
@@ -120,8 +120,6 @@ ONE_MORE = SimpleNamespace(memmove=copied, c_int32=ctypes.c_int32)
 def test_a_call_goes_through_five_files_at_most(strategy, pattern):
     own = strategy not in ("sequential", "signalled")
     kernels = {f"kernels/{name}" for name in KERNELS[strategy, pattern]}
-    if strategy == "low_latency" and DEVICE == "cuda":
-        kernels.add("kernels/shared_memory")  # whether the tile fits an SM
     for found, builds in on_device(chains, 2, strategy, pattern, environment=PLAIN):
         longest = max(found, key=len)
         assert len(longest) <= LONGEST, " > ".join(longest)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ranks import DEVICE, on_device_ranks
 
 from flux_megatron import ops, shipped
+from flux_megatron.kernels import interpreter
 from flux_megatron.kernels.shared_memory import stages_bytes
 from flux_megatron.overlap import fused, low_latency_plans, registry
 from flux_megatron.overlap.low_latency import MOST_ROWS
@@ -165,6 +166,7 @@ def test_a_measured_plan_counts_where_the_strategys_own_does_not_fit(monkeypatch
     monkeypatch.setattr(
         fused, "why_not", lambda problem, plan: None if plan in fits else "too large"
     )
+    monkeypatch.setattr(interpreter, "refuses", lambda: None)  # on a machine with GPUs
     problem = Problem(Pattern.AG_GEMM, 64, 32, 32, "float32", 2, device="cpu")
     own = fused.default_plan(problem)
     assert registry.refusal(problem, "fused", None) == "too large"

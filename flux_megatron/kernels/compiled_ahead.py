@@ -1,7 +1,8 @@
 """Kernels are compiled ahead of their launches in processes of their own, which need no GPU and
 share no lock of Python's. Triton's cache on disk keeps what they make, and that they have done it.
 
-A process that fails, or is late, leaves its kernels to their first launch.
+One process imports torch and Triton, and forks one for each kernel. A process that fails, or is
+late, leaves its kernel to the first launch.
 
     python -m flux_megatron.kernels.compiled_ahead < JOBS    compiles what `start` has written
 """
@@ -16,12 +17,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -38,6 +38,7 @@ class Jobs(NamedTuple):
     target: tuple[str, int, int]
     codes: Sequence[Code]
     marks: Sequence[str]
+    at_once: int
 
 
 def mark_of(code: Code, sources: str) -> str:
@@ -53,10 +54,12 @@ def _cache(mark: str) -> Any:
     return import_module("triton.runtime.cache").get_cache_manager(mark)
 
 
-def start(codes: Sequence[Code], marks: Sequence[str], device: torch.device) -> Any:
-    """A process that compiles these for the device, or None where there can be no more."""
+def start(codes: Sequence[Code], marks: Sequence[str], at_once: int, device: torch.device) -> Any:
+    """A process that has these compiled for the device, `at_once` at a time, or None where there
+    can be no more.
+    """
     major, minor = torch.cuda.get_device_capability(device)
-    jobs = Jobs(("cuda", 10 * major + minor, 32), codes, marks)
+    jobs = Jobs(("cuda", 10 * major + minor, 32), codes, marks, at_once)
     environment = {
         **os.environ, "CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "TRITON_INTERPRET": "0",  # which is on where there is no GPU
@@ -68,19 +71,17 @@ def start(codes: Sequence[Code], marks: Sequence[str], device: torch.device) -> 
         file.seek(0)
         return subprocess.Popen(
             [sys.executable, "-m", __spec__.name], stdin=file, env=environment,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
     return None
 
 
-def wait(processes: Sequence[Any], limit_s: float) -> None:
-    """Until all have ended, or are too late."""
-    end = time.monotonic() + limit_s
-    for process in processes:
-        try:
-            process.wait(max(0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:  # noqa: PERF203, the others may be done
-            process.kill()
+def wait(process: Any, limit_s: float) -> None:
+    """Until it has ended, or is too late: then it ends with all that it has forked."""
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 class NoGpu:
@@ -101,18 +102,32 @@ class NoGpu:
 
 def main() -> None:
     """Compile what stands in the standard input."""
-    signal.alarm(LIMIT_S)
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     jobs: Jobs = pickle.load(sys.stdin.buffer)
     driver.set_active(NoGpu(GPUTarget(*jobs.target)))
-    for code, mark in zip(jobs.codes, jobs.marks, strict=True):
-        try:
-            _with_launcher(code.compiled())
-        except Exception:  # said at the first launch
-            traceback.print_exc()
-        _cache(mark).put(b"", "ahead")
+    import_module("triton.backends.nvidia.compiler")
+    for module in dict.fromkeys(code.module for code in jobs.codes):
+        import_module(module)  # once for all that are forked
+    for number, (code, mark) in enumerate(zip(jobs.codes, jobs.marks, strict=True)):
+        if number >= jobs.at_once:
+            os.wait()
+        if not os.fork():
+            _compile(code, mark)
+    with contextlib.suppress(ChildProcessError):
+        while os.wait():
+            pass
+
+
+def _compile(code: Code, mark: str) -> NoReturn:
+    signal.alarm(LIMIT_S)
+    try:
+        _with_launcher(code.compiled())
+    except Exception:  # said at the first launch
+        traceback.print_exc()
+    _cache(mark).put(b"", "ahead")
+    os._exit(0)
 
 
 def _with_launcher(compiled: Any) -> None:

@@ -29,7 +29,7 @@ def codes(problem: Problem, plan: Plan, space: Workspace) -> Iterator[Code]:
     for lends in (False, True) if gathers else (False,):
         for biased in (False, True) if gathers and not problem.is_backward else (False,):
             yield from _launched(build, problem, plan, space, lends, biased)
-    if problem.is_backward and problem.spec.scatters:
+    if problem.is_backward and problem.spec.scatters and not problem.scaled:
         gather_plan = registry.gather_plan(problem, plan)
         yield from _launched(transfer.gather_rows, problem.dual, gather_plan, space, True, False)
 

@@ -1,8 +1,8 @@
 """What a run may launch is compiled at the first call of a layer kind, before races and training.
 
 The kinds of a model's layers are known by their first: a kernel depends on the pattern, the layout
-and the dtype, hardly on N and K, so a column layer has those of a row layer compiled too, and both
-in forward and backward.
+and the dtype, hardly on N and K, so a column layer has those of a row layer compiled too, both in
+forward and backward, and with a wide result.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from flux_megatron.tuning.plan_table import (
     ruled,
 )
 
+WIDE = 1 << 15  # columns
+
 _asked: set[str] = set()  # marks of what processes of this one have compiled
 
 
@@ -50,11 +52,17 @@ def compile_kinds(
         return
     done |= new
     started = time.monotonic()
-    codes = _codes([problem], new, table, space) + _codes(_around(problem), new, PlanTable(), space)
-    processes = _started([*dict.fromkeys(codes)], space)
-    compiled_ahead.wait(processes, min(compiled_ahead.LIMIT_S, timeout_s(space.group) / 2))
+    codes = _codes([problem], new, table, space)
+    around = _around(problem)
+    seen = space.agreed.setdefault(("compiled around", frozenset(new)), set())
+    if not {_sort(one) for one in around} <= seen:
+        codes += _codes(around, new, PlanTable(), space)
+        seen |= {_sort(one) for one in (problem, *around)}
+    process = _started([*dict.fromkeys(codes)], space)
+    if process is not None:
+        compiled_ahead.wait(process, min(compiled_ahead.LIMIT_S, timeout_s(space.group) / 2))
     space.agreement.confirm("kernels are compiled")
-    if processes and dist.get_rank() == 0:
+    if process is not None and dist.get_rank() == 0:
         took_s = time.monotonic() - started
         print(f"flux_megatron: compiled kernels in {took_s:.0f} s, once a machine", file=sys.stderr)
 
@@ -64,7 +72,17 @@ def _around(problem: Problem) -> list[Problem]:
     if not problem.spec.dual:
         return [replace(problem, layout="nn" if problem.layout == "nt" else "nt")]
     dual = problem.dual
-    return [dual, replace(problem, layout=dual.layout), replace(dual, layout=problem.layout)]
+    found = [
+        problem,
+        dual,
+        replace(problem, layout=dual.layout),
+        replace(dual, layout=problem.layout),
+    ]
+    return found[1:] + [replace(one, N=WIDE) for one in found if one.N < WIDE]
+
+
+def _sort(problem: Problem) -> Problem:
+    return replace(problem, M=0, N=0, K=0)
 
 
 def _codes(
@@ -119,18 +137,15 @@ def _rows(number: int, world_size: int) -> list[int]:
     return sorted(M for M in whole if range_of(M) == number and M < 1 << (MOST + 1))
 
 
-def _started(codes: list[Code], space: Workspace) -> list[Any]:
-    """Processes that compile this rank's part of those that were never compiled."""
+def _started(codes: list[Code], space: Workspace) -> Any:
+    """A process that has this rank's part of those compiled that never were, or None."""
     mine = codes[space.group.rank() :: space.world_size]
     marks = {compiled_ahead.mark_of(code, sources_digest()): code for code in mine}
     new = [mark for mark in marks if mark not in _asked and not compiled_ahead.is_marked(mark)]
     _asked.update(new)
-    # twice as many as cores: a process begins with imports, and few have two kernels then
-    parts = [new[number :: 2 * _cores()] for number in range(min(len(new), 2 * _cores()))]
-    started = [
-        compiled_ahead.start([marks[mark] for mark in part], part, space.device) for part in parts
-    ]
-    return [process for process in started if process is not None]
+    if not new:
+        return None
+    return compiled_ahead.start([marks[mark] for mark in new], new, _cores(), space.device)
 
 
 def _cores() -> int:

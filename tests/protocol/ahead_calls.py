@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flux_megatron import ops, pieces
 from flux_megatron.kernels.triton_launch import Code, noted
-from flux_megatron.overlap import registry
+from flux_megatron.overlap import registry, sequential
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm import workspace
@@ -34,11 +34,17 @@ from flux_megatron.tuning import ahead, choice
 from flux_megatron.tuning.plan_table import PlanTable, raced_as, racers, together
 
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
+sequential._refusal = lambda *given: None  # of blockwise scales, by this torch
 FEWEST, MOST = 726, 20_000  # tokens of a micro-batch
 DRAWN = 8
 FIRST = 4096  # of a run
 N, K = 1024, 2048
 FORWARD = Problem(Pattern.AG_GEMM, FIRST, N, K, "bfloat16", 2)
+FP8 = replace(FORWARD, dtype="float8_e4m3fn", out_dtype="bfloat16")
+SCALED = [
+    replace(FP8, split_accumulator=split, blockwise=blockwise)
+    for split in (False, True) for blockwise in (False, True)
+]  # fmt: skip
 
 
 def kinds() -> list[Problem]:
@@ -47,11 +53,11 @@ def kinds() -> list[Problem]:
     return [FORWARD, FORWARD.dual, other, other.dual]
 
 
-def compiled_ahead(space: Workspace) -> set[Code]:
+def compiled_ahead(space: Workspace, kind: Problem = FORWARD) -> set[Code]:
     """By the first call of a kind."""
     found: set[Code] = set()
-    with mock.patch.object(ahead, "_started", lambda codes, space: found.update(codes) or []):
-        ahead.compile_kinds(FORWARD, together(FIRST), PlanTable(), space)
+    with mock.patch.object(ahead, "_started", lambda codes, space: found.update(codes) or None):
+        ahead.compile_kinds(kind, together(FIRST), PlanTable(), space)
     return found
 
 
@@ -129,6 +135,7 @@ def main(path: str) -> None:
     with offline_calls.engine(False):
         space = workspace.workspace(dist.group.WORLD, torch.device("cpu"))
         ahead_of_calls = compiled_ahead(space)
+        scaled = [one for given in SCALED for one in compiled_ahead(space, given)]
         drawn = random.Random(58)
         rows = [FIRST, *(2 * drawn.randint(FEWEST // 2, MOST // 2) for _ in range(DRAWN))]
         found: dict[Code, str] = {}
@@ -137,7 +144,8 @@ def main(path: str) -> None:
                 found |= launched(kind, M, space)
     missed = {repr(code): by for code, by in found.items() if code not in ahead_of_calls}
     kernels = Counter(code.kernel for code in found)
-    Path(path).write_text(json.dumps({"missed": missed, "kernels": kernels}))
+    of_fp8 = Counter(code.kernel for code in scaled)
+    Path(path).write_text(json.dumps({"missed": missed, "kernels": kernels, "fp8": of_fp8}))
     sys.stdout.flush()
     os._exit(0)
 

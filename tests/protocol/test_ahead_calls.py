@@ -27,3 +27,4 @@ def test_calls_of_any_rows_launch_what_was_compiled_ahead(tmp_path):
     assert {"hopper_ag_gemm_kernel", "hopper_gemm_rs_kernel"} <= {*kernels}
     # for multiples of 16 too
     assert kernels["reduce_received_kernel"] == kernels["wait_sources_kernel"] == 1
+    assert {"hopper_ag_gemm_kernel", "hopper_gemm_rs_kernel"} <= {*written["fp8"]}
