@@ -145,7 +145,8 @@ def _started(codes: list[Code], space: Workspace) -> Any:
     _asked.update(new)
     if not new:
         return None
-    return compiled_ahead.start([marks[mark] for mark in new], new, _cores(), space.device)
+    # two a core, for one that begins when another has ended is the last to end
+    return compiled_ahead.start([marks[mark] for mark in new], new, 2 * _cores(), space.device)
 
 
 def _cores() -> int:

@@ -5,9 +5,9 @@
         -m flux_megatron.lab.measure.first_steps out.jsonl --device cpu
 
 A step calls a layer's four linears of `flux_megatron.nn`, forward and backward, with another M in
-each. A cold start has empty folders in TRITON_CACHE_DIR and FLUX_MEGATRON_CACHE, a warm one those
-of the run before. A row has the seconds of each step, and the kernels that this process compiled
-meanwhile, by stage.
+each; torch has had a backward of its own before, whose imports take seconds. A cold start has empty
+folders in TRITON_CACHE_DIR and FLUX_MEGATRON_CACHE, a warm one those of the run before. A row has
+the seconds of each step, and the kernels that this process compiled meanwhile, by stage.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def step(run: Run, layer: Layer) -> None:
 
 def measure(run: Run, model: str, log: Log, Ms: list[int]) -> bool:
     layer, steps = Layer(run, MODELS[model], max(Ms), True), []
+    torch.ones(1, device=run.device, requires_grad=True).sum().backward()
     dist.barrier(group=run.group)  # connects the ranks
     for M in Ms:
         layer.take(M)
