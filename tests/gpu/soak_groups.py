@@ -7,7 +7,8 @@ what happens to one must not be seen in another, and every result must be exact.
 Pairs draw their own numbers of calls and lengths, so that their memory grows a different number of
 times before ranks of both meet in a group of all. In a failure one rank does not come, breaks in
 the middle of a call, brings another length or none, or has another strategy set; then the group is
-destroyed, or its memory released. Prints one JSON row; the first wrong result or unexpected error
+destroyed, or its memory released. A kernel for which no GPU has room, and a race for which one rank
+has no memory, harm no group. Prints one JSON row; the first wrong result or unexpected error
 ends the run.
 """
 
@@ -35,22 +36,29 @@ from cases import Case, check, operands
 from closeness import assert_exact
 from ranks import DEVICE, here
 from torch.distributed import ProcessGroup
+from triton.runtime.errors import OutOfResources
 
 import flux_megatron
 from flux_megatron import errors, ops, settings
-from flux_megatron.problem import Plan
+from flux_megatron.kernels.triton_launch import Launcher
+from flux_megatron.overlap import calls
+from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm.workspace import workspace
+from flux_megatron.tuning import ahead
+from flux_megatron.tuning.trial import Trial
 
 LONGEST = 2048 if DEVICE == "cuda" else 40  # rows of a shard
 N, K = (256, 64) if DEVICE == "cuda" else (8, 4)
 PIPELINED = Plan("pipelined")  # by which a rank that comes waits for one that does not
+FEW = Plan("low_latency", tile=Tile(16, 16, 16))  # by which a call begins with its kernel
+HARMLESS = ("no room for a kernel", "no memory for a race")
 WAYS = ("does not come", "breaks", "another length", "no rows", "another strategy")
 LIVE = 3  # groups at a time, of this rank
 
 
 @contextlib.contextmanager
-def strategy(wanted: str) -> Iterator[None]:
-    with mock.patch.dict(os.environ, FLUX_MEGATRON_STRATEGY=wanted):
+def settings_with(**given: str) -> Iterator[None]:
+    with mock.patch.dict(os.environ, given):
         settings.reload()
         yield
     settings.reload()
@@ -91,6 +99,8 @@ class Lives:
                 self._destroy(at)
             else:
                 flux_megatron.release(self.groups[at])
+        elif step < 0.75:
+            self._lack(self.groups[at], self._draw.choice(HARMLESS))
         for group in self.groups:
             self._calls(group)
         flux_megatron.confirm_step()
@@ -140,11 +150,33 @@ class Lives:
         elif not (culprit and lost):
             if culprit and way in ("no rows", "another length"):
                 x = x[:0] if way == "no rows" else torch.cat([x, x])
-            with strategy("sequential" if culprit and plan is None else "auto"):
+            with settings_with(
+                FLUX_MEGATRON_STRATEGY="sequential" if culprit and plan is None else "auto"
+            ):
                 # no rows return before the others come
                 said = [refused(mine, w, group, plan) for mine in (x, torch.cat([x, x, x]))]
             assert any(said), f"{way}: this rank has seen nothing"
         dist.barrier()
+
+    def _lack(self, group: ProcessGroup, what: str) -> None:
+        """All ranks of the group find no room for a kernel, or one none for a race."""
+        self.done[what] += 1
+        small = Case("gemm_rs", 2, N, K, torch.bfloat16, plan=FEW, kept=0.15)
+        if what == "no room for a kernel":
+            by_python = mock.patch.object(calls, "is_watched", return_value=True)
+            refused = mock.patch.object(Launcher, "_launch", side_effect=OutOfResources(2, 1, what))
+            with by_python, refused, contextlib.suppress(OutOfResources):
+                check(small, group)
+                raise AssertionError("a launch that fails has given a result")
+        else:
+            short = {"side_effect": MemoryError(what)} if group.rank() == 1 else {}
+            with (
+                settings_with(FLUX_MEGATRON_TUNE="on"),
+                mock.patch.object(ahead, "compile_kinds"),
+                mock.patch.object(Trial, "reserve", **short),
+            ):
+                check(Case("ag_gemm", 2, N + 8 * self.rounds, K, torch.bfloat16, kept=0.15), group)
+        check(small, group)
 
 
 def soak_groups(rounds: int, seed: int = 0, seconds: float = 3600.0) -> dict:
