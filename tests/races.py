@@ -52,7 +52,7 @@ class FakeRace:
         return len(self.turns) * self._takes_s
 
     def __call__(
-        self, candidates, *, group, device, rounds, warmup=3, beside=False
+        self, candidates, *, group, device, rounds, warmup=3, beside=False, gap_s=0.0
     ) -> Race:  # fmt: skip
         names = [n if n in ("", tuner.AGAIN) else Plan.loads(n).strategy for n in candidates]
         self.turns.append(names)

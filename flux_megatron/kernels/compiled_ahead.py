@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -105,6 +106,8 @@ def main() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
+    # numpy's threads, which hold nothing that compiling needs
+    warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
     jobs: Jobs = pickle.load(sys.stdin.buffer)
     driver.set_active(NoGpu(GPUTarget(*jobs.target)))
     import_module("triton.backends.nvidia.compiler")

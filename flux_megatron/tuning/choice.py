@@ -29,9 +29,12 @@ from flux_megatron.tuning.trial import Trial
 
 ROUNDS = 5  # of a race
 
-# In races, in this process. A plan's first run is not counted: it compiles and loads kernels, once
-# a process. That takes 5 to 8 s in the first race of each pattern, and the rest of a race .2 s (2 x
-# H100, torch 2.11, 2026-11-26, h100x2/race_at_start.jsonl).
+# Between two plans. The winners of 64 races were .03 % behind the best plan with 2 ms and .3 %
+# without (one 17 %, the others .02 %), and a race took .27 and .18 s; a run waits for 32 of them (2
+# x H200, torch 2.11, 2026-11-28, h200x2/race_gap.jsonl).
+GAP_S = 0.0
+
+# In races, in this process. A plan's first run is not counted: it loads kernels, once a process.
 _spent_s = 0.0
 
 
@@ -147,7 +150,7 @@ def _measured(problem: Problem, plans: list[Plan], space: Workspace) -> Entry | 
 
     given = Trial, problem, plans, space.group, space.device
     try:
-        entry = tuner.measure(*given, rounds=ROUNDS, all_ran=all_ran)
+        entry = tuner.measure(*given, rounds=ROUNDS, all_ran=all_ran, gap_s=GAP_S)
     except tuner.NotMeasured as error:
         if dist.get_rank() == 0:
             said = f"{problem} is not raced, the rule chooses its plan: {error}"

@@ -25,7 +25,7 @@ Candidate = Callable[[], object]
 # device-side sleeps in cycles, for a clock near 2 GHz
 HIDE_LAUNCH = 3_000_000  # 1.5 ms: all that a candidate enqueues is enqueued before it starts
 AFTER_ALIGNMENT = 200_000  # 0.1 ms: the start event and the first launch
-GAP_S = 0.002  # between two candidates, for the clocks to recover
+GAP_S = 0.002  # between two candidates of a tuner's race, for the clocks to recover
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class FailedLater(RuntimeError):
 def race(
     candidates: Mapping[str, Candidate], *, group: ProcessGroup, device: torch.device,
     rounds: int = 12, warmup: int = 3, beside: bool = False, collective: str = "all_reduce",
+    gap_s: float = GAP_S,
 ) -> Race:  # fmt: skip
     """Time the candidates in `rounds` rounds, each of which runs every candidate once.
 
@@ -79,9 +80,9 @@ def race(
         return Race({}, failures)
     load = None
     if beside:
-        alone_us, _ = _slowest(running, group, device, 1, None)
+        alone_us, _ = _slowest(running, group, device, 1, None, gap_s)
         load = Load(group, device, alone_us.max().item(), collective)
-    times_us, outlived = _slowest(running, group, device, rounds, load)
+    times_us, outlived = _slowest(running, group, device, rounds, load, gap_s)
     workspace.check()
     return Race(
         dict(zip(running, times_us.t().tolist(), strict=True)),
@@ -92,12 +93,12 @@ def race(
 
 def _slowest(
     candidates: Mapping[str, Candidate], group: ProcessGroup, device: torch.device, rounds: int,
-    load: Load | None,
+    load: Load | None, gap_s: float,
 ) -> Tensor:  # fmt: skip
     """Times in microseconds, and 1 where `load` ended first: [2, rounds, candidates], the largest
     over the ranks. A rank where a candidate fails takes its turns to the end, as the others do.
     """
-    timed = _cuda_turn if device.type == "cuda" else _cpu_turn
+    timed = partial(_cuda_turn, gap_s) if device.type == "cuda" else _cpu_turn
     failed: list[tuple[int, str, str]] = []  # in which turn, who, and how
 
     def attempt(name: str, call: Candidate) -> None:
@@ -153,12 +154,12 @@ def _of_ranks(said: str, group: ProcessGroup) -> str:
 
 
 def _cuda_turn(
-    call: Candidate, group: ProcessGroup, device: torch.device, load: Load | None
+    gap_s: float, call: Candidate, group: ProcessGroup, device: torch.device, load: Load | None
 ) -> tuple[float, bool]:
     """Microseconds on this rank, and whether `load` ended first."""
     token = torch.zeros(1, device=device)
     torch.cuda.synchronize(device)  # the collectives of the turn before are done
-    time.sleep(GAP_S)
+    time.sleep(gap_s)
     torch.cuda._sleep(HIDE_LAUNCH)
     dist.all_reduce(token, group=group)  # the ranks' devices start together
     torch.cuda._sleep(AFTER_ALIGNMENT)

@@ -24,7 +24,7 @@ from flux_megatron.symm import objects
 from flux_megatron.tuning import environment
 from flux_megatron.tuning.beside import NoRoom
 from flux_megatron.tuning.plan_entry import E, Failed, Measured
-from flux_megatron.tuning.timing import Candidate, FailedLater, Race, failure_of, race
+from flux_megatron.tuning.timing import GAP_S, Candidate, FailedLater, Race, failure_of, race
 from flux_megatron.tuning.trial import AnyTrial
 
 ROUNDS, RUN_OFF = 12, 4  # of a run-off so many times the rounds
@@ -50,7 +50,7 @@ class NotMeasured(Exception):
 def measure(
     kind: type[AnyTrial[E]], problem: Any, plans: Sequence[Plan], group: ProcessGroup,
     device: torch.device, *, rounds: int = ROUNDS, watch: Watch = lambda plan: None,
-    all_ran: Callable[[], None] = lambda: None,
+    all_ran: Callable[[], None] = lambda: None, gap_s: float = GAP_S,
 ) -> E:  # fmt: skip
     """Time the plans in `rounds` rounds; the first is `sequential`. The same entry on every rank.
 
@@ -64,7 +64,7 @@ def measure(
         for step in (trial.renew, trial.rehearse, trial.learn):
             _take(step, group)
         try:
-            return _raced(trial, plans, rounds, watch, all_ran)
+            return _raced(trial, plans, rounds, watch, all_ran, gap_s)
         except NoRoom as error:
             raise NotMeasured(str(error)) from None
 
@@ -76,7 +76,7 @@ def _take(step: Callable[[], object], group: ProcessGroup) -> None:
 
 def _raced(
     trial: AnyTrial[E], plans: Sequence[Plan], rounds: int, watch: Watch,
-    all_ran: Callable[[], None],
+    all_ran: Callable[[], None], gap_s: float,
 ) -> E:  # fmt: skip
     group = trial.group
     running: list[Plan] = []
@@ -93,16 +93,17 @@ def _raced(
             running.append(plan)
     all_ran()
 
-    times_us = _final(trial, running, failed, rounds)
+    times_us = _final(trial, running, failed, rounds, gap_s)
     settled = settle(times_us, plans[0])
     fastest, won = leaders(group, (_fastest(times_us), settled[0]))
     if fastest != won:
-        settled = settle(_final(trial, [plans[0], fastest], failed, RUN_OFF * rounds), plans[0])
+        again = _final(trial, [plans[0], fastest], failed, RUN_OFF * rounds, gap_s)
+        settled = settle(again, plans[0])
     return leaders(group, _entry(trial, plans, failed, times_us, rounds, settled))
 
 
 def _final(
-    trial: AnyTrial[E], plans: Sequence[Plan], failed: list[Failed], rounds: int
+    trial: AnyTrial[E], plans: Sequence[Plan], failed: list[Failed], rounds: int, gap_s: float
 ) -> dict[str, list[float]]:
     """Times of the plans, by their text, and of `AGAIN`.
 
@@ -111,7 +112,7 @@ def _final(
     """
     calls = {plan.dumps(): trial.call(plan) for plan in plans}
     calls[AGAIN] = trial.call(plans[0])
-    result = _race(trial, calls, rounds=rounds, beside=trial.problem.beside)
+    result = _race(trial, calls, rounds=rounds, beside=trial.problem.beside, gap_s=gap_s)
     if not result.failures:
         return result.times_us
     for name in {AGAIN, plans[0].dumps()} & result.failures.keys():
@@ -119,7 +120,7 @@ def _final(
     failed += [Failed(Plan.loads(text), why) for text, why in result.failures.items()]
     _take(trial.renew, trial.group)
     running = [plan for plan in plans if plan.dumps() not in result.failures]
-    return _final(trial, running, failed, rounds)
+    return _final(trial, running, failed, rounds, gap_s)
 
 
 def _race(trial: AnyTrial[E], calls: Mapping[str, Candidate], **options: Any) -> Race:

@@ -69,7 +69,8 @@ def step(run: Run, layer: Layer) -> None:
 
 def measure(run: Run, model: str, log: Log, Ms: list[int]) -> bool:
     layer, steps = Layer(run, MODELS[model], max(Ms), True), []
-    torch.ones(1, device=run.device, requires_grad=True).sum().backward()
+    one = torch.ones(1, device=run.device, requires_grad=True)
+    (2 * one).backward(torch.ones_like(one))
     dist.barrier(group=run.group)  # connects the ranks
     for M in Ms:
         layer.take(M)
