@@ -35,7 +35,7 @@ from flux_megatron.tuning.plan_table import (
     ruled,
 )
 
-WIDE = 1 << 15  # columns
+WIDE = 1 << 15  # columns, or rows of a weight
 
 _asked: set[str] = set()  # marks of what processes of this one have compiled
 
@@ -68,17 +68,19 @@ def compile_kinds(
 
 
 def _around(problem: Problem) -> list[Problem]:
-    """Kinds of layers that are in a model with this one, forward and backward."""
+    """Kinds of layers that are in a model with this one, forward and backward, with a wide result,
+    and with more or fewer products in a sum: from four ranks on the code of GEMM+RS depends on K.
+    """
+    layouts = ("nn", "nt")
     if not problem.spec.dual:
-        return [replace(problem, layout="nn" if problem.layout == "nt" else "nt")]
-    dual = problem.dual
-    found = [
-        problem,
-        dual,
-        replace(problem, layout=dual.layout),
-        replace(dual, layout=problem.layout),
-    ]
-    return found[1:] + [replace(one, N=WIDE) for one in found if one.N < WIDE]
+        return [replace(problem, layout=layout) for layout in layouts if layout != problem.layout]
+    hidden = min(problem.N, problem.K)
+    found = [replace(one, layout=layout) for one in (problem, problem.dual) for layout in layouts]
+    for one in [*found]:
+        found.append(replace(one, N=max(one.N, WIDE)))
+        if one.spec.reduces:
+            found += [replace(one, N=hidden, K=K) for K in (hidden, max(one.K, WIDE))]
+    return [one for one in dict.fromkeys(found) if one != problem]
 
 
 def _sort(problem: Problem) -> Problem:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import triton
 import typer
 
+from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.lab.measure import gpu_run
 from flux_megatron.lab.measure.dynamic_layers import MODELS, Layer
 from flux_megatron.lab.measure.gpu_run import Run
@@ -93,7 +94,8 @@ def main(
     log = Log()
     run = gpu_run.start_on(device, out, commit, seconds)
     small = device == "cpu"
-    Ms = [int(one) for one in (steps or (SMALL_STEPS if small else STEPS)).split(",")]
+    wanted = [int(one) for one in (steps or (SMALL_STEPS if small else STEPS)).split(",")]
+    Ms = [cdiv(M, run.group.size()) * run.group.size() for M in wanted]
     given = model or ("small" if small else "qwen3-8b")
     run.say(f"joined after {log.now()} s")
     gpu_run.measure_each(run, given.split(","), lambda one: measure(run, one, log, Ms))
