@@ -1,0 +1,51 @@
+"""The pages of measurements are those that the rows of docs/results make."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flux_megatron.lab.results import pages
+from flux_megatron.lab.results.committed import Race, races
+
+ROOT = Path(__file__).parents[2]
+GAIN = re.compile(r"\d\.\d{3} \(\d\.\d{3} to \d\.\d{3}\)")
+NUMBER = re.compile(r"(?<![\w.,])\d+\.\d{2,3}(?![\w.])")  # a speed or an E; no version of a program
+
+
+def numbers(file: str) -> set[str]:
+    text = (ROOT / file).read_text(encoding="utf-8").replace("95 %: ", "")
+    return {*GAIN.findall(text), *NUMBER.findall(text)}
+
+
+def test_the_tables_are_made_from_the_rows():
+    made, committed = pages.page(ROOT), (ROOT / pages.PAGE).read_text(encoding="utf-8")
+    assert made.splitlines() == committed.splitlines(), f"run python -m {pages.__name__}"
+
+
+@pytest.mark.parametrize("page", ["docs/performance.md"])
+def test_no_number_of_a_page_is_without_a_row(page):
+    found = numbers(page)
+    assert len(found) > 5
+    assert found <= numbers(str(pages.PAGE))
+
+
+def row(arm: str, ms: float, commit: str) -> str:
+    return f'{{"arm": "{arm}", "ms": {ms}, "commit": "{commit}"}}'
+
+
+def test_the_newest_race_counts_and_arms_of_two_races_are_not_compared(tmp_path):
+    (tmp_path / "h200x2").mkdir()
+    lines = [row("stock", 4, "a"), row("ours", 2, "a"), row("stock", 6, "b"), row("ours", 4, "b"),
+             row("stock", 9, "b"), row("ours", 3, "c")]  # fmt: skip
+    (tmp_path / "h200x2" / "steps.jsonl").write_text("\n".join(lines) + "\n")
+
+    def of(needed: tuple[str, ...]) -> list[Race]:
+        return races(tmp_path, ("steps",), lambda _, row: (("case",), row["arm"]), needed)
+
+    (race,) = of(("stock", "ours"))
+    assert (race.gpus, race.commit) == ("2 x H200", "b")
+    assert race.over("stock", "ours", "ms") == "1.500"
+    assert [one.commit for one in of(("ours",))] == ["c"]
