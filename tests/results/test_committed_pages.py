@@ -1,4 +1,4 @@
-"""The pages of measurements are those that the rows of docs/results make."""
+"""The pages and pictures of measurements are those that the rows of docs/results make."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from flux_megatron.lab.results import pages
+from flux_megatron.lab.results import charts, pages
 from flux_megatron.lab.results.committed import Race, races
 
 ROOT = Path(__file__).parents[2]
 GAIN = re.compile(r"\d\.\d{3} \(\d\.\d{3} to \d\.\d{3}\)")
 NUMBER = re.compile(r"(?<![\w.,])\d+\.\d{2,3}(?![\w.])")  # a speed or an E; no version of a program
+TEXT = re.compile(r"<text [^>]*>([^<]*)</text>")
 
 
 def numbers(file: str) -> set[str]:
@@ -30,6 +31,18 @@ def test_no_number_of_a_page_is_without_a_row(page):
     found = numbers(page)
     assert len(found) > 5
     assert found <= numbers(str(pages.PAGE))
+
+
+@pytest.mark.parametrize("name", charts.CHARTS)
+def test_a_picture_shows_the_rows(name, tmp_path):
+    pytest.importorskip("matplotlib", reason="needs the extra `launch`")
+    (tmp_path / "docs/pictures").mkdir(parents=True)
+    (tmp_path / "docs/results").symlink_to(ROOT / "docs/results")
+    charts.write(tmp_path)
+    file = f"docs/pictures/{name}.svg"
+    made, committed = (TEXT.findall((root / file).read_text()) for root in (tmp_path, ROOT))
+    assert made == committed, f"run python -m {pages.__name__}"
+    assert len(made) > 10
 
 
 def row(arm: str, ms: float, commit: str) -> str:

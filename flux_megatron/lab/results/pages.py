@@ -1,4 +1,4 @@
-"""The page of tables, from rows: `python -m flux_megatron.lab.results.pages`.
+"""The page of tables and the pictures, from rows: `python -m flux_megatron.lab.results.pages`.
 
 Run it in the folder of the sources after a change of docs/results or configs/tuned. The page's text
 and the heads of its tables are edited there; what lies below a head is written anew.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from flux_megatron.lab.results import charts
 from flux_megatron.lab.results.committed_tables import TABLES
 
 PAGE = Path("docs/reference/tables.md")
@@ -27,6 +28,7 @@ def _made(table: re.Match[str], root: Path) -> str:
 
 def main(root: Path = Path()) -> None:
     (root / PAGE).write_text(page(root), encoding="utf-8")
+    charts.write(root)
 
 
 if __name__ == "__main__":
