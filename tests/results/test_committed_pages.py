@@ -26,7 +26,7 @@ def test_the_tables_are_made_from_the_rows():
     assert made.splitlines() == committed.splitlines(), f"run python -m {pages.__name__}"
 
 
-@pytest.mark.parametrize("page", ["docs/performance.md"])
+@pytest.mark.parametrize("page", ["docs/performance.md", "README.md"])
 def test_no_number_of_a_page_is_without_a_row(page):
     found = numbers(page)
     assert len(found) > 5
