@@ -26,10 +26,10 @@ def test_the_tables_are_made_from_the_rows():
     assert made.splitlines() == committed.splitlines(), f"run python -m {pages.__name__}"
 
 
-@pytest.mark.parametrize("page", ["docs/performance.md", "README.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md", "docs/frameworks.md"])
 def test_no_number_of_a_page_is_without_a_row(page):
     found = numbers(page)
-    assert len(found) > 5
+    assert len(found) >= 5
     assert found <= numbers(str(pages.PAGE))
 
 

@@ -155,7 +155,8 @@ def _of_post_training(root: Path) -> Iterator[Cells]:
         name, layout = row["case"].split()
         gains = (row[f"speedup_{part}"] for part in ("log_probs", "train", "step"))
         shown = (f"{middle:.3f} ({low:.3f} to {high:.3f})" for low, middle, high in gains)
-        yield gpus, model(name), {"sp": "yes", "whole": "no"}[layout], *shown, row["commit"]
+        ours = f"{row['overlapped']} of {row['calls']}"
+        yield gpus, model(name), {"sp": "yes", "whole": "no"}[layout], *shown, ours, row["commit"]
 
 
 def _of_others(root: Path) -> Iterator[Cells]:
