@@ -9,6 +9,7 @@ import pytest
 
 from flux_megatron.lab.results import charts, pages
 from flux_megatron.lab.results.committed import Race, races
+from flux_megatron.lab.results.committed_tables import TABLES
 
 ROOT = Path(__file__).parents[2]
 GAIN = re.compile(r"\d\.\d{3} \(\d\.\d{3} to \d\.\d{3}\)")
@@ -24,6 +25,12 @@ def numbers(file: str) -> set[str]:
 def test_the_tables_are_made_from_the_rows():
     made, committed = pages.page(ROOT), (ROOT / pages.PAGE).read_text(encoding="utf-8")
     assert made.splitlines() == committed.splitlines(), f"run python -m {pages.__name__}"
+    tables = re.findall(r"^## (.*)\n(?:[^|#\n].*\n|\n)*((?:\|.*\n)+)", committed, re.M)
+    assert [title for title, _ in tables] == [*TABLES]
+    for title, lines in tables:
+        widths = {line.count("|") for line in lines.splitlines()}
+        assert len(widths) == 1, title
+        assert len(lines.splitlines()) > 3, title
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/performance.md", "docs/frameworks.md"])
