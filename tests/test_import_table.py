@@ -107,7 +107,7 @@ lab.train: command_errors config_files errors option_values settings shipped int
 lab.generate: command_errors errors launch.schema option_values overlap.report symm.step lab.train
     versions.megatron_core | torch megatron pydantic typer
 # what runs have logged, and what they were to be: read and predicted where they are submitted
-lab.results: errors launch option_values lab.perf | scipy typer | rich
+lab.results: errors launch option_values lab.perf | scipy typer | matplotlib rich
 lab.perf: errors launch.memory launch.workload patterns problem | pydantic
 lab.simulate: config_files errors launch option_values lab.perf | typer | rich
 # beside other libraries

@@ -1,5 +1,5 @@
 """Published operation-level results beside what the model predicts for the same operations: the
-figures of docs/performance.md.
+figures of docs/reference/cost_model.md.
 
 Nothing is fitted to them: they test how far constants from 4 x H200 carry. The operations are the
 FLUX paper's (arXiv 2406.06858, operation level, TP 8 within a node): all-gather and GEMM of

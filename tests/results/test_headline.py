@@ -1,5 +1,5 @@
-"""The gains that README.md names are rows, and its sentences say which layers of Megatron they ran
-with: `--transformer-impl local` is not Megatron's default.
+"""The gains that README.md names are rows and those of its picture, and its sentences say which
+layers of Megatron they ran with: `--transformer-impl local` is not Megatron's default.
 """
 
 from __future__ import annotations
@@ -22,11 +22,20 @@ def rows() -> dict[tuple[str, ...], str | None]:
     return found
 
 
-def test_a_gain_stands_beside_the_layers_that_it_was_measured_with():
+def section() -> str:
     text = (ROOT / "README.md").read_text()
-    section = text.split("\n## What does it gain?\n")[1].split("\n## ")[0]
+    return text.split("\n## What does it gain?\n")[1].split("\n## ")[0]
+
+
+def test_the_picture_has_the_gains_of_the_text():
+    (file,) = re.findall(r"\((docs/pictures/[\w.]+)\)", section())
+    drawn = re.findall(r">(\d\.\d{3})</text>", (ROOT / file).read_text())
+    assert sorted(drawn) == sorted(gain for gain, *_ in re.findall(GAIN, section()))
+
+
+def test_a_gain_stands_beside_the_layers_that_it_was_measured_with():
     measured, named = rows(), set()
-    for paragraph in section.split("\n\n"):
+    for paragraph in section().split("\n\n"):
         local = "`--transformer-impl local`" in paragraph
         for gain in re.findall(GAIN, paragraph):
             assert measured[gain] == ("local" if local else "transformer_engine"), gain

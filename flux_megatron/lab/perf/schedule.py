@@ -62,7 +62,7 @@ class Parts(NamedTuple):
 
 def closed_form(costs: Costs) -> Parts:
     """Exact for equal ranks whose sends take less than a forward; else close, see
-    docs/performance.md.
+    docs/reference/cost_model.md.
     """
     busy = [costs.busy_us(rank) for rank in range(costs.pp)]
     bubble = (sum(busy) - max(busy)) / costs.chunks

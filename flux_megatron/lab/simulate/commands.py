@@ -51,7 +51,7 @@ def simulate(
 ) -> None:
     """Predict what a step of an experiment's arms takes, and what of it is exposed.
 
-    docs/cluster.md says how to read the output, docs/performance.md how far off it is.
+    docs/cluster.md says how to read the output, docs/reference/cost_model.md how far off it is.
     """
     from rich.console import Console
 

@@ -124,7 +124,7 @@ def shown(found: StudyFile, swept: bool) -> Iterator[str | Table]:
     yield "Assumed:"
     for key, why in found.assumed.items():
         yield f"  {key}: {why}"
-    yield "How far to trust it: docs/performance.md."
+    yield "How far to trust it: docs/reference/cost_model.md."
 
 
 def _share(arms: Mapping[Arm, Prediction], arm: Arm) -> str:

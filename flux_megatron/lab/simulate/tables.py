@@ -109,7 +109,7 @@ def remarks(found: Predictions, assumptions: bool) -> Iterator[str]:
         for key, why in assumed.items():
             keys[why].append(key)
         yield from (f"  {', '.join(names)}: {why}" for why, names in keys.items())
-    yield "How to read it: docs/cluster.md. How far off it is: docs/performance.md."
+    yield "How to read it: docs/cluster.md. How far off it is: docs/reference/cost_model.md."
 
 
 def plain(found: Predictions) -> dict[str, Any]:

@@ -126,8 +126,8 @@ def draw(file: Path, curves: dict[str, list[dict[str, Any]]], title: str) -> Non
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    figure.suptitle(title, fontsize=10)
+    figure = Figure(figsize=(8, 4.5), dpi=200, layout="constrained")  # of a slide
+    figure.suptitle(title, fontsize=12)
     axes = figure.subplots()
     for name in sorted(curves, key=lambda name: name == OURS):
         steps, losses = zip(*((row["step"], row["loss"]) for row in curves[name]), strict=True)
@@ -136,5 +136,5 @@ def draw(file: Path, curves: dict[str, list[dict[str, Any]]], title: str) -> Non
     axes.set(xlabel="step", ylabel="loss (nats per byte)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(frameon=False)
     figure.savefig(file)
