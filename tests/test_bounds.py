@@ -4,6 +4,7 @@ and decisions. A growth of a channel is agreed on, and frees the memory before i
 
 from __future__ import annotations
 
+import os
 import random
 import time
 import weakref
@@ -15,20 +16,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
 
-from flux_megatron import errors, ops
+from flux_megatron import errors, ops, settings
 from flux_megatron.kernels.signalled_gemm import Band
 from flux_megatron.overlap import stage as stages
 from flux_megatron.problem import Plan, Tile
-from flux_megatron.symm import call_log, recent
+from flux_megatron.symm import call_log, lru_cache
 from flux_megatron.symm.channel import Channel, rounded
-from flux_megatron.symm.recent import Recent
+from flux_megatron.symm.lru_cache import LRUCache
 from flux_megatron.symm.space import SHAPES
 from flux_megatron.symm.word_channel import WordChannel
 from flux_megatron.symm.workspace import workspace
 
 
 def test_the_entry_that_was_used_longest_ago_goes():
-    cache: Recent[str, int] = Recent(2)
+    cache: LRUCache[str, int] = LRUCache(2)
     cache["a"], cache["b"] = 1, 2
     assert cache.get("a") == 1
     cache["c"] = 3
@@ -96,6 +97,20 @@ def test_a_rank_that_comes_to_a_growth_when_the_others_have_left_is_told(rank):
         begins(rank, Channel, 10**6)
 
 
+@on_device_ranks(2, environment={"FLUX_MEGATRON_TIMEOUT_S": "20"})
+def test_a_new_time_limit_holds_for_shapes_that_are_known(rank):
+    """It stands in the steps of programs."""
+    x, w = torch.ones(6, 16, device=DEVICE), torch.ones(16, 16, device=DEVICE)
+    limits = []
+    for seconds in ("20", "30"):
+        os.environ["FLUX_MEGATRON_TIMEOUT_S"] = seconds
+        settings.reload()
+        ops.all_gather_gemm(x, w, dist.group.WORLD, plan=Plan("pipelined"))
+        (program,) = workspace(dist.group.WORLD, here()).programs.values()
+        limits.append(program.timeout_ns)
+    assert limits == [20 * 10**9, 30 * 10**9]
+
+
 @pytest.mark.parametrize(("kind", "name"), [(Channel, "pipelined"), (WordChannel, "low_latency")])
 @on_device_ranks(2)
 def test_growth_frees_the_memory_before(rank, kind, name):
@@ -115,7 +130,7 @@ def test_growth_frees_the_memory_before(rank, kind, name):
 
 def test_tables_of_bands_are_bounded_but_for_those_that_graphs_know(monkeypatch):
     stage = stages.Stage(torch.device("cpu"))
-    made = [(Band(0, rows, 1),) for rows in range(1, 2 * recent.LIMIT)]
+    made = [(Band(0, rows, 1),) for rows in range(1, 2 * lru_cache.LIMIT)]
     first, *others = made
     captured = stage.table(first)
     with monkeypatch.context() as patched:
@@ -123,7 +138,7 @@ def test_tables_of_bands_are_bounded_but_for_those_that_graphs_know(monkeypatch)
         assert stage.table(first) is captured
     for bands in others:
         stage.table(bands)
-    assert len(stage._tables) == recent.LIMIT
+    assert len(stage._tables) == lru_cache.LIMIT
     assert stage.table(first) is captured
 
 
@@ -171,7 +186,7 @@ def test_what_a_region_knows_of_shapes_is_bounded(rank):
     region = workspace(dist.group.WORLD, here()).channels["gather"]._regions[0]
     for size in range(2000):
         region.prepared(lambda region, size: size, size)
-    assert len(region._prepared) == recent.LIMIT
+    assert len(region._prepared) == lru_cache.LIMIT
 
 
 @on_device_ranks(2)

@@ -60,7 +60,7 @@ if ON_HOPPER:
 BESIDE = {
     "kernels/launch", "kernels/triton_launch", "kernels/hopper_descriptors", "kernels/sizes",
     "kernels/hopper_config", "kernels/split_k", "kernels/few_rows", "kernels/shared_memory",
-    "overlap/operands", "overlap/phase", "overlap/report", "scaling",
+    "overlap/operands", "overlap/phase", "overlap/report", "problem", "scaling",
 }  # fmt: skip
 
 

@@ -15,8 +15,7 @@ from flux_megatron.kernels import hopper_epilogue, launch
 from flux_megatron.overlap import sequential, transfer
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.scaling import E4M3, Scaling, block_shapes
-from flux_megatron.symm.program import CallProgram
-from flux_megatron.symm.program_steps import Move
+from flux_megatron.symm.program import CallProgram, Move
 
 GPU = torch.device("cuda", 0)
 PROBLEM = Problem(Pattern.AG_GEMM, 512, 512, 512, "float8_e4m3fn", 2, out_dtype="bfloat16")

@@ -289,7 +289,9 @@ def test_no_call_ends_before_all_its_signals_are_awaited(rank):
 
 def test_a_program_cannot_end_before_all_signals_are_awaited():
     space = SimpleNamespace(rank=0, world_size=3, timeout_ns=1)
-    program = CallProgram(space, Plan("fused"), torch.zeros(4, 8), None, None, "", turns=True)
+    program = CallProgram(
+        space, Plan("fused"), torch.zeros(4, 8), None, None, "", caller_steps=True
+    )
     gather = transfer.start_gather(program, program.x, 0)
     gather.wait_for(1)
     with pytest.raises(AssertionError, match="not all rows are awaited"):

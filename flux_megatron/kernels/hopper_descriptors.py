@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flux_megatron.symm.enqueue import Operand
-from flux_megatron.symm.program_steps import Slot
+from flux_megatron.symm.steps import Slot
 
 
 @lru_cache(maxsize=64)

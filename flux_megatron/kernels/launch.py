@@ -12,7 +12,7 @@ import triton
 
 from flux_megatron.kernels import interpreter
 from flux_megatron.problem import Problem, Tile
-from flux_megatron.symm.program_steps import Slot
+from flux_megatron.symm.steps import Slot
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from flux_megatron.symm import enqueue
 from flux_megatron.symm.enqueue import Operand
-from flux_megatron.symm.recent import Recent
+from flux_megatron.symm.lru_cache import LRUCache
 
 _CODES = {"i32": "I", "u32": "I", "i64": "Q", "u64": "Q"}  # of struct
 _MAP = "128s"  # of a descriptor, which lies at a multiple of its size, as all do
@@ -124,7 +124,7 @@ def _described(descriptor: Any, meta: Any, address: int) -> tuple[Any, ...]:
     return found
 
 
-_known: Recent[tuple[Any, ...], tuple[Any, ...]] = Recent(4096)
+_known: LRUCache[tuple[Any, ...], tuple[Any, ...]] = LRUCache(4096)
 
 
 @cache

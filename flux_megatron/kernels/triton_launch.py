@@ -27,9 +27,9 @@ import triton
 from flux_megatron.kernels import native_launch
 from flux_megatron.problem import Tile
 from flux_megatron.symm.enqueue import Operand
+from flux_megatron.symm.lru_cache import LRUCache
 from flux_megatron.symm.program import Memory
-from flux_megatron.symm.program_steps import Launch, Slot
-from flux_megatron.symm.recent import Recent
+from flux_megatron.symm.steps import Launch, Slot
 from flux_megatron.versions.triton import run_expands_descriptors, runs_directly
 
 # of this process, by kernel
@@ -257,7 +257,7 @@ def launch_kernel(
         launcher.launch(tensors, numbers, grid)
 
 
-_launchers: Recent[tuple, Launcher] = Recent(4096)
+_launchers: LRUCache[tuple, Launcher] = LRUCache(4096)
 
 
 def _kind(tensor) -> Any:

@@ -14,31 +14,31 @@ from flux_megatron.problem import Plan, Problem
 from flux_megatron.scaling import Scaling, block_shapes
 from flux_megatron.symm.enqueue import BIAS, W, X
 from flux_megatron.symm.program import Builder, CallProgram
-from flux_megatron.symm.program_steps import Launch, Slot
 from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.steps import Launch, Slot
 
 
 def codes(problem: Problem, plan: Plan, space: Workspace) -> Iterator[Code]:
     """Of calls of the problem, and in backward of what runs beside them; with and without a bias,
-    and with gathered rows that are lent or not. None of a strategy without programs.
+    and with gathered rows that are borrowed or not. None of a strategy without programs.
     """
     if plan.strategy not in registry.BUILDERS:
         return
     build = registry.BUILDERS[plan.strategy][problem.pattern]
     gathers = problem.spec.gathers
-    for lends in (False, True) if gathers else (False,):
+    for borrows in (False, True) if gathers else (False,):
         for biased in (False, True) if gathers and not problem.is_backward else (False,):
-            yield from _launched(build, problem, plan, space, lends, biased)
+            yield from _launched(build, problem, plan, space, borrows, biased)
     if problem.is_backward and problem.spec.scatters and not problem.scaled:
         gather_plan = registry.gather_plan(problem, plan)
         yield from _launched(transfer.gather_rows, problem.dual, gather_plan, space, True, False)
 
 
 def _launched(
-    build: Builder, problem: Problem, plan: Plan, space: Workspace, lends: bool, biased: bool
+    build: Builder, problem: Problem, plan: Plan, space: Workspace, borrows: bool, biased: bool
 ) -> Iterator[Code]:  # fmt: skip
     x, w, bias, scaling = _operands(problem, space.device)
-    given = x, w, bias if biased else None, problem.layout, lends, scaling
+    given = x, w, bias if biased else None, problem.layout, borrows, scaling
     program = CallProgram(space, plan, *given).built_by(build)
     for segment in program.segments:
         for _, steps in segment:

@@ -17,8 +17,8 @@ from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.scaling import Scaling, result_dtype
 from flux_megatron.symm.program import CallProgram
-from flux_megatron.symm.program_steps import Slot
 from flux_megatron.symm.signals import comm_rows_at_least
+from flux_megatron.symm.steps import Slot
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = True
@@ -92,7 +92,7 @@ def _tma(problem: Problem) -> bool:
 
 
 def _ag_gemm(p: CallProgram) -> Slot:
-    local_copy = "engine" if p.turns else "nobody"
+    local_copy = "engine" if p.caller_steps else "nobody"
     gather = transfer.start_gather(p, p.x, p.plan.comm_rows, local_copy=local_copy)
     with p.phase("ag_gemm kernel"):
         y = ag_gemm_kernels.ag_gemm(
@@ -101,8 +101,8 @@ def _ag_gemm(p: CallProgram) -> Slot:
             comm_rows=gather.comm_rows, layout=p.layout, tile=_tile_for(p.plan, p.scaling),
             scaling=p.scaling,
         )  # fmt: skip
-    if p.turns:
-        p.turn(gather.complete())
+    if p.caller_steps:
+        p.caller_step(gather.complete())
     gather.close(by_kernel=True)
     return y
 
@@ -126,7 +126,7 @@ def _sums(p: CallProgram) -> transfer.ReduceScatter:
 
 def _gemm_rs(p: CallProgram) -> Slot:
     sums = _sums(p)
-    p.turn()
+    p.caller_step()
     return sums.finish()
 
 

@@ -25,8 +25,8 @@ from flux_megatron.problem import Problem, Tile
 from flux_megatron.scaling import E4M3, Scaling, result_dtype
 from flux_megatron.symm.enqueue import always
 from flux_megatron.symm.program import CallProgram, ChannelSlots
-from flux_megatron.symm.program_steps import Slot
 from flux_megatron.symm.signals import MAX_COMM_TILES
+from flux_megatron.symm.steps import Slot
 
 if TYPE_CHECKING:
     from flux_megatron.kernels.hopper_gathered_sums import Gathering
@@ -58,7 +58,7 @@ def _unequal_shards(problem: Problem) -> str | None:
 def _ag_gemm(p: CallProgram) -> Slot:
     from flux_megatron.kernels import hopper_ag_gemm
 
-    lends, (M_shard, K) = p.turns, p.x.shape
+    borrows, (M_shard, K) = p.caller_steps, p.x.shape
     comm_rows = p.plan.comm_rows and max(p.plan.comm_rows, cdiv(M_shard, COMM_TILES_MAX))
     k_parts = max(1, min(p.plan.splits, COMM_TILES_MAX))
     tile = p.plan.tile
@@ -70,10 +70,10 @@ def _ag_gemm(p: CallProgram) -> Slot:
         y: Slot = hopper_ag_gemm.ag_gemm(
             p.x, gather.gathered, p.w, p.bias, **transfer.waits(gather.channel),
             **_words(gather.channel), rank=p.rank, comm_rows=gather.comm_rows, layout=p.layout,
-            tile=tile, copy_local=lends, k_parts=k_parts, scaling=p.scaling,
+            tile=tile, copy_local=borrows, k_parts=k_parts, scaling=p.scaling,
         )  # fmt: skip
-    if lends:
-        p.turn(gather.complete())
+    if borrows:
+        p.caller_step(gather.complete())
     gather.close(by_kernel=True)
     return y
 
@@ -153,7 +153,7 @@ def _gemm_rs(p: CallProgram, gathering: Gathering | None = None) -> Slot:
     if not by_sm:
         with p.phase("scatter push"):
             _push_tiles(p, channel, parts, M_shard, N, tile, tiles_comm)
-    p.turn()
+    p.caller_step()
     if not by_sm:
         p.move("join")
     return y

@@ -19,7 +19,7 @@ from flux_megatron.overlap import calls, low_latency_plans, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Problem
 from flux_megatron.symm.program import Builder, CallProgram, ChannelSlots
-from flux_megatron.symm.program_steps import Slot
+from flux_megatron.symm.steps import Slot
 from flux_megatron.symm.word_channel import WordChannel
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
@@ -54,7 +54,7 @@ def _ag_gemm(p: CallProgram) -> Slot:
             p.x, gathered, p.w, p.bias, arrivals=channel.fixed("arrivals"), layout=p.layout,
             tile=p.plan.tile, parts=parts_of(p.plan.splits, p.N, p.plan.tile), **_given(channel),
         )  # fmt: skip
-    p.turn(gathered)
+    p.caller_step(gathered)
     return y
 
 

@@ -25,8 +25,8 @@ from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.scaling import result_dtype, scales_of
 from flux_megatron.symm.program import CallProgram
-from flux_megatron.symm.program_steps import Slot
 from flux_megatron.symm.signals import comm_rows_at_least
+from flux_megatron.symm.steps import Slot
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = True
@@ -64,8 +64,8 @@ def candidates(problem: Problem) -> list[Plan]:
 
 
 def _ag_gemm(p: CallProgram) -> Slot:
-    whole, lends = p.plan.splits == 1, p.turns
-    local_copy = "caller" if whole else "engine" if lends else "nobody"
+    whole, borrows = p.plan.splits == 1, p.caller_steps
+    local_copy = "caller" if whole else "engine" if borrows else "nobody"
     scales: Any = p.scaling.x if p.scaling and p.scaling.blockwise else None
     gather = transfer.start_gather(p, p.x, p.plan.comm_rows, local_copy=local_copy, scales=scales)
     _transpose(p)
@@ -77,8 +77,8 @@ def _ag_gemm(p: CallProgram) -> Slot:
         _multiply_shards(p, gather, y)
     if p.bias is not None and p.scaling is None:
         p.torch(Tensor.add_, y, p.bias)
-    if lends:
-        p.turn(gather.gathered if whole else gather.complete())
+    if borrows:
+        p.caller_step(gather.gathered if whole else gather.complete())
     gather.close()
     return y
 
@@ -187,7 +187,7 @@ def _sums(p: CallProgram) -> transfer.ReduceScatter:
 
 def _gemm_rs(p: CallProgram) -> Slot:
     sums = _sums(p)
-    p.turn()
+    p.caller_step()
     return sums.finish()
 
 

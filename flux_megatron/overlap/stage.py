@@ -18,7 +18,7 @@ from flux_megatron.problem import MAX_GROUPS
 from flux_megatron.symm.device import capturing, communication_stream
 from flux_megatron.symm.groups import is_listed, name_of, timeout_s
 from flux_megatron.symm.lasting import lasting
-from flux_megatron.symm.recent import Recent
+from flux_megatron.symm.lru_cache import LRUCache
 from flux_megatron.symm.signals import WORK_WORDS
 from flux_megatron.symm.space import Workspace
 from flux_megatron.symm.workspace import workspaces
@@ -37,7 +37,7 @@ class Stage:
         self.open = False
         self.communicators: dict[int, Any] = {}  # by the SMs that they may hold
         self._device = device
-        self._tables: Recent[tuple[Band, ...], Tensor] = Recent()
+        self._tables: LRUCache[tuple[Band, ...], Tensor] = LRUCache()
         self._captured: dict[tuple[Band, ...], Tensor] = {}  # graphs know their addresses
 
     @lasting()

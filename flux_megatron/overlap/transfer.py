@@ -22,9 +22,9 @@ from flux_megatron.problem import Problem
 from flux_megatron.symm.channel import Call, Channel
 from flux_megatron.symm.enqueue import Operand, always
 from flux_megatron.symm.program import CallProgram, ChannelSlots
-from flux_megatron.symm.program_steps import Slot
 from flux_megatron.symm.signals import comm_rows_at_least
 from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.steps import Slot
 
 # the channels of a workspace
 GATHER, SCATTER, WORDS, BESIDE = "gather", "scatter", "words", "rows beside"
@@ -211,15 +211,15 @@ def start_gather(
 
 
 def gather_rows(p: CallProgram, channel_name: str = GATHER) -> None:
-    """x of every rank for the caller, who has a turn while it is in flight, then borrows it, and
+    """x of every rank for the caller, who enqueues while it is in flight, then borrows it, and
     the scales last, if x has any.
     """
     scales: Any = p.scaling.x if p.scaling else None
     gather = start_gather(p, p.x, p.plan.comm_rows, scales=scales, channel_name=channel_name)
-    p.turn()
-    p.turn(gather.complete())
+    p.caller_step()
+    p.caller_step(gather.complete())
     if scales is not None:
-        p.turn(gather.gathered_scales)
+        p.caller_step(gather.gathered_scales)
     gather.close()
 
 
@@ -254,10 +254,10 @@ class ReduceScatter:
 def all_reduced(p: CallProgram, sums: Slot) -> Slot:
     """y [M, N] of the sums [M_shard, N] that every rank has formed after a scatter.
 
-    Copy engines move them behind what the caller enqueues in his turn, such as wgrad.
+    Copy engines move them behind what the caller enqueues in the caller step, such as wgrad.
     """
     gather = start_gather(p, sums, 0)
-    p.turn()
+    p.caller_step()
     gathered = gather.complete()
     y = sums.new_empty(*gathered.shape)
     p.torch(Tensor.copy_, y, gathered)

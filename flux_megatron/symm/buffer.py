@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flux_megatron.symm.lasting import lasting
-from flux_megatron.symm.recent import Recent
+from flux_megatron.symm.lru_cache import LRUCache
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Region:
     fixed: tuple[Tensor, ...]
     _data: SymmetricBuffer
     _offset_bytes: int
-    _prepared: Recent[Hashable, Any] = field(default_factory=Recent)
+    _prepared: LRUCache[Hashable, Any] = field(default_factory=LRUCache)
 
     def view(
         self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int = 0

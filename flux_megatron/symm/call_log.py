@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron import errors
 from flux_megatron.symm import cpu_backend
-from flux_megatron.symm.recent import Recent
+from flux_megatron.symm.lru_cache import LRUCache
 
 ENTRIES = 4096  # how far one host may run ahead of another and still be compared
 _DIGEST_BITS = 32
@@ -34,7 +34,7 @@ class CallLog:
         entries = ctypes.c_int64 * ENTRIES
         self._rings = [entries.from_address(p) for p in self._memory.pointers.tolist()]
         self._others = [(r, ring) for r, ring in enumerate(self._rings) if r != self._rank]
-        self._digests: Recent[str, int] = Recent(ENTRIES)
+        self._digests: LRUCache[str, int] = LRUCache(ENTRIES)
         self._count = 0
         self._compared = [0] * group.size()
 

@@ -27,7 +27,7 @@ from flux_megatron.symm import signals
 from flux_megatron.symm.buffer import Region, SymmetricBuffer
 from flux_megatron.symm.groups import name_of, timeout_s
 from flux_megatron.symm.lasting import lasting
-from flux_megatron.symm.recent import Recent
+from flux_megatron.symm.lru_cache import LRUCache
 from flux_megatron.symm.status import Status
 
 REFRESH_EVERY = 2**30  # calls: epochs are compared over 2**31
@@ -148,7 +148,7 @@ class Channel:
         fixed = (region.pointers, pad_pointers, pads[self._rank], *region.fixed[3:])
         self._captured = replace(
             region, pads=pads, pad_pointers=pad_pointers, entries=self._entries, fixed=fixed,
-            _prepared=Recent(),
+            _prepared=LRUCache(),
         )  # fmt: skip
         self._regions, self.region_bytes = (), 0
         return self._captured

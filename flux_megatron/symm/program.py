@@ -27,23 +27,22 @@ from flux_megatron.symm.enqueue import (
     X,
     always,
 )
-from flux_megatron.symm.program_steps import (
+from flux_megatron.symm.signals import slot_bytes
+from flux_megatron.symm.steps import (
     FixedSlot,
-    Launch,
     Move,
     RegionSlot,
     Slot,
-    Torch,
+    Step,
+    TorchCall,
     Transpose,
 )
-from flux_megatron.symm.signals import slot_bytes
 
 if TYPE_CHECKING:
     from flux_megatron.problem import Plan
     from flux_megatron.scaling import Scaling
     from flux_megatron.symm.space import Workspace
 
-Step = Move | Launch | Torch
 # what kernels' functions on the host take
 Memory = TypeVar("Memory", Tensor, Slot)
 Number = int | Operand
@@ -89,15 +88,15 @@ class ChannelSlots:
 
 class CallProgram:
     """The steps of a call of these shapes: `segments` of phases, each a name and its steps, between
-    the caller's turns. `lent` are what those lend, `made` what a call makes, `held` what pushes or
-    joined streams read.
+    caller steps. `borrowed` are what the caller borrows in those, `made` what a call makes, `held`
+    what pushes or joined streams read.
     """
 
     def __init__(
         self, space: Workspace, plan: Plan, x: Operands, w: Operands | None,
-        bias: Operands | None, layout: str, turns: bool, scaling: Scaling | None = None,
+        bias: Operands | None, layout: str, caller_steps: bool, scaling: Scaling | None = None,
     ) -> None:  # fmt: skip
-        self.space, self.plan, self.layout, self.turns = space, plan, layout, turns
+        self.space, self.plan, self.layout, self.caller_steps = space, plan, layout, caller_steps
         self.device: torch.device = x.device
         self.is_cuda: bool = x.device.type == "cuda"
         self.rank, self.world_size = space.rank, space.world_size
@@ -115,32 +114,16 @@ class CallProgram:
         self.segments: list[list[tuple[str, list[Step]]]] = [[]]
         self._steps: list[Step]
         self._name("")
-        self.lent: tuple[Slot | None, ...] = ()
+        self.borrowed: tuple[Slot | None, ...] = ()
         self.held: tuple[Slot, ...] = ()
         self.y: int | None = None  # the result's place in `made`
-        self.lists: Any = None  # of C, when there are any (`overlap.lists`)
+        self.lists: Any = None  # of C, when there are any (`overlap.by_c`)
         self.attempts, self.unlisted = 0, ""  # to make lists, and why the last one failed
 
     def built_by(self, build: Builder) -> CallProgram:
-        self._build, slot = build, build(self)
+        slot = build(self)
         self.y = None if slot is None else slot.operand.register - MADE
         return self
-
-    def listed(self, lists: Any) -> None:
-        """Lists of C take the place of the steps, whose objects every full garbage collection would
-        look at: programs of each M that a run has seen lately.
-        """
-        self.lists, self.segments, self._steps = lists, [], []
-
-    def steps(self, segment: int) -> list[tuple[str, list[Step]]]:
-        """The phases of a segment, made anew if lists took their place."""
-        if not self.segments:
-            again = CallProgram(
-                self.space, self.plan, self.x, self._w, self.bias, self.layout, self.turns,
-                self.scaling,
-            )  # fmt: skip
-            self.segments = again.built_by(self._build).segments
-        return self.segments[segment]
 
     @property
     def w(self) -> Slot:
@@ -176,15 +159,15 @@ class CallProgram:
     def add(self, step: Step) -> None:
         self._steps.append(step)
 
-    def turn(self, lent: Slot | None = None) -> None:
-        """The caller's turn, to whom this is lent; nothing in a program without turns."""
-        if self.turns:
-            self.lent += (lent,)
+    def caller_step(self, borrowed: Slot | None = None) -> None:
+        """The caller enqueues, and may borrow this; nothing in a program without caller steps."""
+        if self.caller_steps:
+            self.borrowed += (borrowed,)
             self.segments.append([])
             self._name("")
 
     def torch(self, function: Callable[..., object], *slots: Slot) -> None:
-        self.add(Torch(function, slots))
+        self.add(TorchCall(function, slots))
 
     def transpose(self, *slots: Slot) -> None:
         """In place of these matrices, later functions of torch's get their transposes."""

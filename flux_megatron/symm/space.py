@@ -24,8 +24,8 @@ from flux_megatron.symm.channel import REFRESH_EVERY, Call, Channel
 from flux_megatron.symm.device import active, capturing, copy_engine, why_not_shared
 from flux_megatron.symm.groups import is_listed, timeout_s
 from flux_megatron.symm.lasting import lasting
+from flux_megatron.symm.lru_cache import LRUCache
 from flux_megatron.symm.places import places, why_unavailable
-from flux_megatron.symm.recent import Recent
 from flux_megatron.symm.status import Status
 
 SHAPES = 1024  # of calls that are remembered: some dozen numbers of rows of all layers of a model
@@ -49,8 +49,8 @@ class Workspace:
         # what all ranks have agreed on: plan tables of layer kinds, strategies of other calls
         self.agreed: dict[Hashable, Any] = {}
         # decisions, by all that a rank checks of a call
-        self.checked: Recent[Hashable, Any] = Recent(SHAPES)
-        self.programs: Recent[Hashable, Any] = Recent(SHAPES)  # of `overlap.calls`
+        self.checked: LRUCache[Hashable, Any] = LRUCache(SHAPES)
+        self.programs: LRUCache[Hashable, Any] = LRUCache(SHAPES)  # of `overlap.calls`
         # what a strategy needs for all its calls, by its name; it is `open` while one is
         self.kept: dict[str, Any] = {}
         self.settings: settings.Settings | None = None  # under which `checked` is valid

@@ -292,7 +292,7 @@ def enqueued(call: Call) -> dict[str, Any]:
     """
     made: dict[tuple, torch.Tensor] = KEPT.setdefault(call.plan.dumps(), {})
     new, lists, sizes = torch.Tensor.new_empty, [], []
-    begin, at_once = InFlight.__init__, calls._at_once
+    begin = InFlight.__init__
 
     def kept(like: torch.Tensor, *shape: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         if dtype is torch.int8:
@@ -305,17 +305,11 @@ def enqueued(call: Call) -> dict[str, Any]:
         begin(self, *given)
         lists.append(self._lists is not None)
 
-    def whole(*given: Any) -> torch.Tensor | None:
-        if (y := at_once(*given)) is not None:
-            lists.append(True)
-        return y
-
     before = DRIVER.word("fake_launches").value
     OF_TORCH.clear()
     with (
         mock.patch.multiple(torch.Tensor, new_empty=kept, add_=by_torch, copy_=by_torch),
         mock.patch.object(InFlight, "__init__", noted),
-        mock.patch.object(calls, "_at_once", whole),
         mock.patch.multiple(torch, mm=by_torch, _scaled_mm=scaled_by_torch),
     ):
         call()
@@ -373,7 +367,7 @@ def new_us(name: str) -> float:
 def main(path: str, timed: bool) -> None:
     hopper_probe.compile_kernels("cpu")  # what asks an unknown Triton for its code
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    written: dict[str, Any] = {"calls": {}, "steps": {}, "host_us": {}, "new_us": {}}
+    written: dict[str, Any] = {"calls": {}, "host_us": {}, "new_us": {}}
     for name in PLANS:
         of_engines = {}
         os.environ["FLUX_MEGATRON_STRATEGY"] = PLANS[name].strategy  # of calls without a plan
@@ -387,8 +381,6 @@ def main(path: str, timed: bool) -> None:
                     channel.epoch = FIRST_EPOCHS[which] - 1
                 of_engines[kind] = [enqueued(call) for _ in range(8)]
                 if kind == "native":
-                    programs = workspace.workspaces()[0].programs.values()
-                    written["steps"][name] = [len(one.segments) for one in programs]
                     with mock.patch.object(calls, "is_watched", return_value=True):
                         of_engines["watched"] = [enqueued(call) for _ in range(2)]
                     with mock.patch.object(triton_launch, "has_hooks", return_value=True):

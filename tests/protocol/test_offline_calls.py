@@ -135,11 +135,6 @@ def test_c_does_what_python_does(calls, name):
         assert all({*EPOCHS} & {*one} for one in given) or name.startswith("low_latency")
 
 
-def test_a_program_with_lists_keeps_no_steps(written):
-    assert written["steps"].keys() == CALLS.keys()
-    assert not any(any(kept) for kept in written["steps"].values())
-
-
 def test_another_epoch_would_be_noticed(calls):
     call = calls["hopper ag_gemm"]["native"][4]
     assert without_epoch(call, 4) != without_epoch(call, 3)

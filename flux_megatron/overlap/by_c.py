@@ -1,4 +1,4 @@
-"""A program (`symm.program`) as lists of driver calls for C, which run in place of its segments.
+"""A program (`symm.program`) as lists of driver calls for C, which run in place of its steps.
 
 A list ends where a function of torch's stands, and another begins behind it. The first one of a
 call is asked to refuse: a capture, and addresses that are no multiples of 16 bytes.
@@ -14,8 +14,8 @@ import torch
 from flux_megatron.symm import enqueue
 from flux_megatron.symm.copy_engine import CopyEngine
 from flux_megatron.symm.enqueue import MADE, STREAM, Operand, W, X
-from flux_megatron.symm.program import CallProgram, Step
-from flux_megatron.symm.program_steps import Launch, Move, Torch
+from flux_megatron.symm.program import CallProgram
+from flux_megatron.symm.steps import Launch, Move, Step, TorchCall
 
 _ATTEMPTS = 8  # to make lists of a program: first its kernels must be compiled
 _ALIGNED = (X.register, W.register, enqueue.BIAS.register)
@@ -30,7 +30,7 @@ class Segment(NamedTuple):
     """
 
     first: Run | None
-    rest: tuple[tuple[Torch, Run | None], ...]
+    rest: tuple[tuple[TorchCall, Run | None], ...]
 
 
 class Lists(NamedTuple):
@@ -39,7 +39,6 @@ class Lists(NamedTuple):
     segments: tuple[Segment, ...]
     made: tuple[Made, ...]
     launches: tuple[str, ...]
-    single: tuple[Run, str, int] | None  # of one list in one channel: it, the channel, its bytes
 
 
 def lists_of(
@@ -51,7 +50,7 @@ def lists_of(
     if program.lists is None and program.attempts < _ATTEMPTS:
         program.attempts += 1
         try:
-            program.listed(_Builder(program, engine, number).lists())
+            program.lists = _Builder(program, engine, number).lists()
         except Exception as error:  # what the driver or Triton has otherwise than we know it
             program.unlisted = str(error)
     return program.lists
@@ -70,22 +69,19 @@ class _Builder:
             self._segment([step for _, steps in blocks for step in steps], begins=not number)
             for number, blocks in enumerate(self._program.segments)
         )
-        single, (run, rest), (channel, *others) = None, segments[0], self._program.channels
-        if run is not None and not (rest or segments[1:] or others):
-            single = run, channel.name, channel.size_bytes
-        return Lists(segments, tuple(self._made), tuple(self._launches), single)
+        return Lists(segments, tuple(self._made), tuple(self._launches))
 
     def _segment(self, steps: list[Step], begins: bool) -> Segment:
-        stops = [at for at, step in enumerate(steps) if isinstance(step, Torch)]
+        stops = [at for at, step in enumerate(steps) if isinstance(step, TorchCall)]
         ends = [*stops, len(steps)]
         first = self._list(steps[: ends[0]])
         if begins:
             registers = (*_ALIGNED, *range(MADE, MADE + len(self._program.made)))
             first.require(True, sum(1 << register for register in registers))
         behind = [self._list(steps[at + 1 : end]) for at, end in zip(stops, ends[1:], strict=True)]
-        torchs = [step for step in steps if isinstance(step, Torch)]
+        torch_calls = [step for step in steps if isinstance(step, TorchCall)]
         runs = [one.run if len(one) else None for one in behind]
-        rest = tuple(zip(torchs, runs, strict=True))
+        rest = tuple(zip(torch_calls, runs, strict=True))
         return Segment(first.run if begins or len(first) else None, rest)
 
     def _list(self, steps: list[Step]):

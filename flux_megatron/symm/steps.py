@@ -5,8 +5,8 @@
 | `Move` | what a method of the copy engine does: fork, join, copy, copy_rows, copy_here, signal, \
 write, wait_count |
 | `Launch` | one of our kernels |
-| `Torch` | what a function of torch's does with tensors of the call |
-| turn | nothing: the caller's turn, who may be lent a tensor. A segment ends and another begins |
+| `TorchCall` | what a function of torch's does with tensors of the call |
+| caller step | nothing: the caller enqueues, who may borrow a tensor. A segment ends here |
 
 A step names numbers by operands: the epoch, or bytes behind an address that a call brings. A `Slot`
 is a tensor of a call that has a shape already: x, w, the bias, the scales of FP8, what the call
@@ -147,7 +147,7 @@ def _number(number: Any, call: Any) -> Any:
     return as_int32(value) if number in EPOCHS else value
 
 
-class Torch(NamedTuple):
+class TorchCall(NamedTuple):
     function: Callable[..., object]
     slots: tuple[Slot, ...]
 
@@ -155,9 +155,12 @@ class Torch(NamedTuple):
         self.function(*[slot.of(call) for slot in self.slots])
 
 
-class Transpose(Torch):
+class Transpose(TorchCall):
     """What `function`, a transpose, makes of a slot's tensor stands in its place from then on."""
 
     def run(self, call: Any) -> None:
         for slot in self.slots:
             call.tensors[slot._place] = self.function(call.tensors[slot._place])
+
+
+Step = Move | Launch | TorchCall

@@ -12,7 +12,7 @@ LIMIT = 256
 _get = dict.get
 
 
-class Recent(OrderedDict[K, V]):
+class LRUCache(OrderedDict[K, V]):
     """At most `limit` entries: a new one replaces the entry that was set, or got by `get`, longest
     ago.
     """
