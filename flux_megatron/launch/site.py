@@ -18,26 +18,29 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from flux_megatron import config_files
 from flux_megatron.launch import schema, slurm_options
 from flux_megatron.launch.errors import LaunchError
-from flux_megatron.launch.slurm_options import OfSbatch, Options, like, nulls
+from flux_megatron.launch.slurm_options import OfSbatch, OfSite, OfSrun, worded
 from flux_megatron.launch.workload import Arm, Variable
 
-MOUNT = "/HOST[:/CONTAINER[:FLAG+FLAG]], such as /a:/b:ro,"
-Mount = Annotated[str, like(r"/[^:,\s]*(:/[^:,\s]*(:[a-z+-]+)?)?", MOUNT)]
+Mount = Annotated[
+    str,
+    Field(pattern=r"^/[^:,\s]*(:/[^:,\s]*(:[a-z+-]+)?)?\Z"),
+    worded("/HOST[:/CONTAINER[:FLAG+FLAG]], such as /a:/b:ro,"),
+]
 # A squashfs file is looked for on the nodes, from whatever folder they start in.
 Image = Annotated[
     str,
-    like(r"\S+", "an image such as nvcr.io#nvidia/pytorch:26.03-py3"),
-    like(r"/.*|.*(?<!\.sqsh)(?<!\.squashfs)", "an absolute path"),
+    Field(pattern=r"^(/\S*|(?!\S*\.(sqsh|squashfs)$)\S+)\Z"),
+    worded("an image such as nvcr.io#nvidia/pytorch:26.03-py3, of a file its absolute path,"),
 ]
 # env would take it for a variable
-Python = Annotated[str, like(r"[^=]+", "a program without = in its name")]
+Python = Annotated[str, Field(pattern="^[^=]+$"), worded("a program without = in its name")]
 Variables = dict[Variable, str]
 
 
 class Container(BaseModel):
     """`image`: of arms that `images` has not. `mounts`: beside what every run needs."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, regex_engine="python-re")
 
     image: Image | None = None
     images: dict[Arm, Image] = {}
@@ -73,8 +76,8 @@ class Site(BaseModel):
     container: Container | None = None
     setup: tuple[str, ...] = ()
     environment: Variables = {}
-    sbatch: Annotated[OfSbatch, nulls(slurm_options.OURS)] = {}
-    srun: Annotated[Options, nulls(())] = {}
+    sbatch: OfSite = {}
+    srun: OfSrun = {}
     silent_s: Annotated[int, Field(ge=1, strict=True)] = 1800
     retries: Annotated[int, Field(ge=0, strict=True)] = 2
     preflight: Annotated[bool, Field(strict=True)] = True
