@@ -7,7 +7,6 @@ the checkout and the data at their own paths.
 from __future__ import annotations
 
 import hashlib
-import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -49,16 +48,16 @@ class Container(BaseModel):
     def image_of(self, arm: Arm) -> str | None:
         return self.images.get(arm, self.image)
 
-    def words(self, arm: Arm, folders: Iterable[Path]) -> str:
-        """Further options of srun, for bash. The site's mount of a folder replaces ours."""
+    def words(self, arm: Arm, folders: Iterable[Path]) -> list[str]:
+        """Further options of srun. The site's mount of a folder replaces ours."""
         given = {mount.split(":")[0]: mount for mount in self.mounts}
         mounted = given | {one: one for one in map(str, folders) if one not in given}
         mounts = ",".join(one if ":" in one else f"{one}:{one}" for one in mounted.values())
         image = str(self.image_of(arm))
-        options = [f"--container-image={image}", f"--container-mounts={mounts}"]
         # a name, the same for arms of one image: doctor, preflight and ranks share the container
-        name = hashlib.sha256(image.encode()).hexdigest()[:8]
-        return f'{shlex.join(options)} --container-name=flux_megatron-{name}-"$SLURM_JOB_ID"'
+        name = f"flux_megatron-{hashlib.sha256(image.encode()).hexdigest()[:8]}-$SLURM_JOB_ID"
+        options = {"image": image, "mounts": mounts, "name": name}
+        return [f"--container-{key}={value}" for key, value in options.items()]
 
 
 class Site(BaseModel):
@@ -82,10 +81,10 @@ class Site(BaseModel):
     retries: Annotated[int, Field(ge=0, strict=True)] = 2
     preflight: Annotated[bool, Field(strict=True)] = True
 
-    def reach(self, arm: Arm, folders: Iterable[Path]) -> str:
-        """What srun is given to run something where the ranks of an arm run, as words of bash."""
-        words = shlex.join(slurm_options.words(self.srun))
-        return f"{words} {self.container.words(arm, folders) if self.container else ''}".strip()
+    def reach(self, arm: Arm, folders: Iterable[Path]) -> list[str]:
+        """What srun is given to run something where the ranks of an arm run."""
+        words = slurm_options.words(self.srun)
+        return words + (self.container.words(arm, folders) if self.container else [])
 
 
 def load(file: Path | None, sbatch: Iterable[str] = (), environment: Iterable[str] = ()) -> Site:

@@ -68,7 +68,7 @@ class _OfSbatch(BaseModel, extra="allow", coerce_numbers_to_str=True):
         Literal[True] | Annotated[str, Field(pattern="(?i)^(true|user|mcs|topo)$")] | None,
         worded("true, user, mcs or topo"),
     ] = None
-    # all that job.sbatch listens to; in less time ranks do not end a step and save it
+    # all that job.py listens to; in less time ranks do not end a step and save it
     signal: Annotated[
         str | None,
         Field(pattern=r"(?i)^B:(SIG)?USR1@(3\d|[4-9]\d|[1-9]\d{2,4})$"),

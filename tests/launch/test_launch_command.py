@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -16,7 +17,7 @@ import pytest
 
 pytest.importorskip("jinja2", reason="needs the extra `launch`")
 
-from launched import GPT, arms, checkout, directives, given, launch, variables
+from launched import GPT, arms, checkout, directives, given, launch, settings, variables
 from without_torch import without_torch
 
 from flux_megatron.launch import experiment, run_folder, slurm_options
@@ -58,7 +59,12 @@ def test_run_folder_holds_the_experiment_as_it_was_resolved(tmp_path):
         assert (kept.name, kept.program, kept.stated) == (whole.name, whole.program, whole.stated)
         assert kept.assumed["training.micro_batch"] == "set by the caller"
         assert {file.name for file in one.iterdir()} == {"experiment.json", "flux", "te"}
-    assert {file.name for file in folder.iterdir()} == {"job.sbatch", "round-1", "round-2"}
+    assert {file.name for file in folder.iterdir()} == {
+        "job.sbatch",
+        "job.py",
+        "round-1",
+        "round-2",
+    }
 
 
 def test_data_and_runs_are_found_from_another_folder(tmp_path, monkeypatch):
@@ -86,12 +92,12 @@ def test_resumed_run_has_the_same_values_but_more_steps(tmp_path):
     resume = ("cpu/tiny", "--run-dir", tmp_path / "run", "--resume", "--set")
     assert "has no experiment.json" in launch(*resume, "training.steps=20", code=2)
     launch(*resume[:-2])
-    assert "mode=start\n" in (tmp_path / "run" / "job.sbatch").read_text()
+    file = tmp_path / "run" / "job.sbatch"
+    assert settings(file.read_text()).mode == "start"
     assert "flux.training.lr: 0.001 -> 2.0" in launch(*resume, "training.lr=2", code=2)
     launch(*resume, "training.steps=40", "--arm", "flux")
-    job = (tmp_path / "run" / "job.sbatch").read_text()
-    assert "mode=resume\n" in job
-    assert "arms=(round-1/flux round-2/flux) " in job
+    job = settings(file.read_text())
+    assert (job.mode, job.arms) == ("resume", ["round-1/flux", "round-2/flux"])
     for one in run_folder.of_run(tmp_path / "run"):
         kept = run_folder.read(one).arms
         assert {arm: w.training.steps for arm, w in kept.items()} == {"megatron": 40, "flux": 40}
@@ -112,10 +118,10 @@ def test_several_arms_alternate_and_a_resumed_run_keeps_its_rounds(options, roun
     folder = tmp_path / "run"
     names = [f"round-{number}" for number in range(1, rounds + 1)]
     known = ["flux"] if "--arm" in options else ["megatron", "flux"]
-    trained = " ".join(str(Path(one, arm)) for one in names or [""] for arm in known)
+    trained = [str(Path(one, arm)) for one in names or [""] for arm in known]
     for more in (options, ("--resume",), ("--resume", "--alternate", rounds)):
         launch("cpu/tiny", "--run-dir", folder, *more)
-        assert f"arms=({trained}) " in (folder / "job.sbatch").read_text()
+        assert settings((folder / "job.sbatch").read_text()).arms == trained
         assert sorted(one.name for one in folder.glob("round-*")) == names
     for other in {0, rounds + 1} - {rounds}:
         options = ("--run-dir", folder, "--resume", "--alternate", other)
@@ -209,8 +215,8 @@ def test_another_release_than_the_experiment_names_is_reported(tmp_path):
 
 def test_one_job_trains_all_arms(tmp_path):
     job = launch(GPT, "--dry-run", "--run-dir", tmp_path).split("## job.sbatch")[1]
-    once = "round-{0}/megatron round-{0}/te round-{0}/flux"
-    assert f"arms=({once.format(1)} {once.format(2)}) " in job
+    trained = [f"round-{one}/{arm}" for one in (1, 2) for arm in ("megatron", "te", "flux")]
+    assert settings(job).arms == trained
     expected = {
         "time": "04:00:00", "nodes": "16", "gpus-per-node": "8", "ntasks-per-node": "1",
         "exclusive": None, "requeue": None, "mem": "0", "open-mode": "append",
@@ -218,7 +224,6 @@ def test_one_job_trains_all_arms(tmp_path):
         "job-name": "paper-gpt3-175b_a100-pcie",
     }  # fmt: skip
     assert directives(job) == expected
-    assert " --mpi=none " in job
     one = directives(launch(GPT, "--dry-run", "--arm", "flux"))
     assert "signal" not in one  # nothing could be saved before the time limit
     assert "signal" in directives(launch(GPT, "--dry-run", "--arm", "flux", "--save-interval", 9))
@@ -289,19 +294,15 @@ def test_a_container_sees_what_the_ranks_need_and_arms_may_have_their_own(tmp_pa
     )
     output = launch(GPT, "--dry-run", "--run-dir", tmp_path / "run", "--data-path",
                     tmp_path / "texts" / "a", "--site", tmp_path / "site.yaml")  # fmt: skip
-    lines = [line.strip() for line in output.splitlines() if ") on_each_node+=(" in line]
-    reach = dict(line.split(") on_each_node+=(") for line in lines)
+    reach = settings(output).srun
     mounts = f"/x:/y:ro+rprivate,{tmp_path}/texts:/d,{tmp_path}/run:{tmp_path}/run"
-    for arm, image in {
-        "flux": "'--container-image=a#b:c'",
-        "te": "--container-image=/te.sqsh",
-    }.items():
-        options = f"--network=x --quiet {image} --container-mounts={mounts}"
-        assert reach[arm].startswith(f"{options} --container-name=flux_megatron-")
-        assert reach[arm].endswith('-"$SLURM_JOB_ID") ;;')
+    for arm, image in {"flux": "a#b:c", "te": "/te.sqsh"}.items():
+        *options, name = reach[arm]
+        given = [f"--container-image={image}", f"--container-mounts={mounts}"]
+        assert options == ["--network=x", "--quiet", *given]
+        assert re.fullmatch(r"--container-name=flux_megatron-\w+-\$SLURM_JOB_ID", name)
     assert "\n    python3\n)\n" in output
-    assert reach["flux"].split("name=")[1] == reach["megatron"].split("name=")[1]
-    assert reach["flux"].split("name=")[1] != reach["te"].split("name=")[1]
+    assert reach["flux"][-1] == reach["megatron"][-1] != reach["te"][-1]
     (tmp_path / "site.yaml").write_text("python: /opt/python\ncontainer: {image: a}")
     output = launch(GPT, "--dry-run", "--site", tmp_path / "site.yaml")
     assert "\n    /opt/python\n)\n" in output
