@@ -65,6 +65,7 @@ class Prepared:
         with option_values.writing("--run-dir", run):
             for one, arms in self.files.items():
                 run_folder.write(run / one, self.experiment, arms)
+            option_values.replace(run / scripts.JOB.name, scripts.JOB.read_text())
             option_values.replace(run / "job.sbatch", self.job)
         return run / "job.sbatch"
 

@@ -1,14 +1,15 @@
 """The scripts of a run: command.sh, which starts the ranks of an arm on one node through torchrun,
-and job.sbatch, which trains the arms one after the other on the same nodes.
+and job.sbatch, which starts job.py with the settings of a launch.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import jinja2
@@ -22,6 +23,7 @@ from flux_megatron.launch import (
 )
 from flux_megatron.launch.errors import LaunchError
 from flux_megatron.launch.experiment import Experiment
+from flux_megatron.launch.job import Settings
 from flux_megatron.launch.site import Site
 from flux_megatron.launch.slurm_options import Options
 from flux_megatron.launch.workload import Arm, Cluster, Workload
@@ -30,7 +32,7 @@ PREFLIGHT_S = 300  # after which a node that is silent is unfit
 STOP_BEFORE_S = 300  # before the time limit, for ranks to finish their step and save
 TIME = "04:00:00"  # where the site names no limit
 NO_CHECKOUT = Path("path/to/Megatron-LM")  # in print alone: nothing is written without one
-GRACE_S = 60  # for ranks that hang to write where they are
+JOB = Path(__file__).parent / "job.py"
 
 # below an arm's folder: changes with every checkpoint
 PROGRESS = {
@@ -148,20 +150,23 @@ def job(experiment: Experiment, options: RunOptions, names: Sequence[str], resum
         ours.pop("gpus-per-node", None)
     all_options = ours | site.sbatch
     slurm_options.refuse_stopped(all_options)
+    settings = Settings(
+        run=str(options.run),
+        arms=[*names],
+        mode="resume" if resume else "start",
+        progress=PROGRESS[experiment.program],
+        srun={arm: site.reach(arm, options.folders()) for arm in experiment.arms},
+        preflight_s=PREFLIGHT_S if site.preflight and cluster.gpu != "cpu" else None,
+        retries=site.retries,
+        silent_s=site.silent_s,
+    )
+    as_json = partial(json.dumps, ensure_ascii=False)
+    lines = [f"{as_json(key)}: {as_json(value)}" for key, value in settings._asdict().items()]
     return render(
         "job.sbatch.j2",
         options=map(_directive, slurm_options.words(all_options)),
-        run=options.run,
-        arms=names,
-        mode="resume" if resume else "start",
-        progress=PROGRESS[experiment.program],
-        reach={arm: site.reach(arm, options.folders()) for arm in experiment.arms},
-        preflight=site.preflight and cluster.gpu != "cpu",
-        preflight_s=PREFLIGHT_S,
-        retries=site.retries,
-        silent_s=site.silent_s,
-        poll_s=max(1, min(30, site.silent_s // 4)),
-        grace_s=GRACE_S,
+        program=options.run / JOB.name,
+        settings="{\n" + ",\n".join(lines) + "\n}",
     )
 
 

@@ -7,7 +7,6 @@ the checkout and the data at their own paths.
 from __future__ import annotations
 
 import hashlib
-import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,26 +17,29 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from flux_megatron import config_files
 from flux_megatron.launch import schema, slurm_options
 from flux_megatron.launch.errors import LaunchError
-from flux_megatron.launch.slurm_options import OfSbatch, Options, like, nulls
+from flux_megatron.launch.slurm_options import OfSbatch, OfSite, OfSrun, worded
 from flux_megatron.launch.workload import Arm, Variable
 
-MOUNT = "/HOST[:/CONTAINER[:FLAG+FLAG]], such as /a:/b:ro,"
-Mount = Annotated[str, like(r"/[^:,\s]*(:/[^:,\s]*(:[a-z+-]+)?)?", MOUNT)]
+Mount = Annotated[
+    str,
+    Field(pattern=r"^/[^:,\s]*(:/[^:,\s]*(:[a-z+-]+)?)?\Z"),
+    worded("/HOST[:/CONTAINER[:FLAG+FLAG]], such as /a:/b:ro,"),
+]
 # A squashfs file is looked for on the nodes, from whatever folder they start in.
 Image = Annotated[
     str,
-    like(r"\S+", "an image such as nvcr.io#nvidia/pytorch:26.03-py3"),
-    like(r"/.*|.*(?<!\.sqsh)(?<!\.squashfs)", "an absolute path"),
+    Field(pattern=r"^(/\S*|(?!\S*\.(sqsh|squashfs)$)\S+)\Z"),
+    worded("an image such as nvcr.io#nvidia/pytorch:26.03-py3, of a file its absolute path,"),
 ]
 # env would take it for a variable
-Python = Annotated[str, like(r"[^=]+", "a program without = in its name")]
+Python = Annotated[str, Field(pattern="^[^=]+$"), worded("a program without = in its name")]
 Variables = dict[Variable, str]
 
 
 class Container(BaseModel):
     """`image`: of arms that `images` has not. `mounts`: beside what every run needs."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, regex_engine="python-re")
 
     image: Image | None = None
     images: dict[Arm, Image] = {}
@@ -46,16 +48,16 @@ class Container(BaseModel):
     def image_of(self, arm: Arm) -> str | None:
         return self.images.get(arm, self.image)
 
-    def words(self, arm: Arm, folders: Iterable[Path]) -> str:
-        """Further options of srun, for bash. The site's mount of a folder replaces ours."""
+    def words(self, arm: Arm, folders: Iterable[Path]) -> list[str]:
+        """Further options of srun. The site's mount of a folder replaces ours."""
         given = {mount.split(":")[0]: mount for mount in self.mounts}
         mounted = given | {one: one for one in map(str, folders) if one not in given}
         mounts = ",".join(one if ":" in one else f"{one}:{one}" for one in mounted.values())
         image = str(self.image_of(arm))
-        options = [f"--container-image={image}", f"--container-mounts={mounts}"]
         # a name, the same for arms of one image: doctor, preflight and ranks share the container
-        name = hashlib.sha256(image.encode()).hexdigest()[:8]
-        return f'{shlex.join(options)} --container-name=flux_megatron-{name}-"$SLURM_JOB_ID"'
+        name = f"flux_megatron-{hashlib.sha256(image.encode()).hexdigest()[:8]}-$SLURM_JOB_ID"
+        options = {"image": image, "mounts": mounts, "name": name}
+        return [f"--container-{key}={value}" for key, value in options.items()]
 
 
 class Site(BaseModel):
@@ -73,16 +75,16 @@ class Site(BaseModel):
     container: Container | None = None
     setup: tuple[str, ...] = ()
     environment: Variables = {}
-    sbatch: Annotated[OfSbatch, nulls(slurm_options.OURS)] = {}
-    srun: Annotated[Options, nulls(())] = {}
+    sbatch: OfSite = {}
+    srun: OfSrun = {}
     silent_s: Annotated[int, Field(ge=1, strict=True)] = 1800
     retries: Annotated[int, Field(ge=0, strict=True)] = 2
     preflight: Annotated[bool, Field(strict=True)] = True
 
-    def reach(self, arm: Arm, folders: Iterable[Path]) -> str:
-        """What srun is given to run something where the ranks of an arm run, as words of bash."""
-        words = shlex.join(slurm_options.words(self.srun))
-        return f"{words} {self.container.words(arm, folders) if self.container else ''}".strip()
+    def reach(self, arm: Arm, folders: Iterable[Path]) -> list[str]:
+        """What srun is given to run something where the ranks of an arm run."""
+        words = slurm_options.words(self.srun)
+        return words + (self.container.words(arm, folders) if self.container else [])
 
 
 def load(file: Path | None, sbatch: Iterable[str] = (), environment: Iterable[str] = ()) -> Site:

@@ -6,11 +6,10 @@ that is taken away.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, PlainValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, StrictInt, WrapValidator
 
 from flux_megatron.launch.errors import LaunchError
 
@@ -19,81 +18,79 @@ OURS = (
     "job-name", "nodes", "ntasks-per-node", "time", "open-mode", "output", "requeue",
     "gpus-per-node", "exclusive", "mem", "signal",
 )  # fmt: skip
-WORDS = {"true": True, "false": False, "null": None}  # on a command line, where all is text
-# Of these Slurm takes values with which a job would not be what it is meant to be. A pattern is
-# that of a whole value, in whatever case.
-PATTERNS = {
-    "time": (
-        r"\d+(:\d\d?){0,2}|\d+-\d\d?(:\d\d?){0,2}|UNLIMITED|INFINITE",
-        "MINUTES, HOURS:MINUTES:SECONDS, DAYS-HOURS[:MINUTES[:SECONDS]] or UNLIMITED",
-    ),
-    "mem": (r"\d+[KMGT]?", "0 for all of a node's, or a number with K, M, G or T behind it"),
-    "exclusive": ("TRUE|USER|MCS|TOPO", "true, user, mcs or topo"),
-    # all that job.sbatch listens to; in less time ranks do not end a step and save it
-    "signal": (r"B:(SIG)?USR1@(3\d|[4-9]\d|[1-9]\d{2,4})", "B:USR1@SECONDS with 30 or more"),
-}
+WORDS = {"true": True, "false": None, "null": None}  # on a command line, where all is text
 
 
-def like(pattern: str, expected: str) -> AfterValidator:
-    """For a text of pydantic's."""
+def worded(expected: str) -> WrapValidator:
+    """Whatever pydantic refuses, the error says what was `expected`."""
 
-    def check(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise _refused(text, expected)
-        return text
+    def validated(given: Any, by_pydantic: Any) -> Any:
+        try:
+            return by_pydantic(given)
+        except ValueError:
+            text = "true" if given is True else "null" if given is None else repr(given)
+            raise ValueError(f"{text} given, {expected} expected") from None
 
-    return AfterValidator(check)
-
-
-def _refused(given: object, expected: str) -> ValueError:
-    text = "true" if given is True else "null" if given is None else repr(given)
-    return ValueError(f"{text} given, {expected} expected")
+    return WrapValidator(validated)
 
 
-def _value(given: Any) -> str | int | None:
-    """A text has one line, because that is all that #SBATCH takes."""
-    value = WORDS.get(given, given) if isinstance(given, str) else given
-    if value is None or value is False:
-        return None
-    if isinstance(value, int) or (isinstance(value, str) and value and value.isprintable()):
-        return value
-    raise _refused(given, "a text of one line, a whole number, true or null")
-
-
-def _checked(options: Options) -> Options:
-    wrong = [
-        f"{key}: {_refused(options[key], expected)}"
-        for key, (pattern, expected) in PATTERNS.items()
-        if options.get(key) is not None
-        and not re.fullmatch(pattern, str(options[key]), re.IGNORECASE)
-    ]
-    if wrong:
-        raise ValueError("; ".join(wrong))
-    return options
-
-
-def nulls(allowed: Collection[str]) -> AfterValidator:
-    """For options of which a site takes away none but those `allowed`."""
-    known = f"null takes away one of {', '.join(allowed)}" if allowed else "none can be taken away"
-
-    def check(options: Options) -> Options:
-        for key, value in options.items():
-            if value is None and key not in allowed:
-                error = _refused(None, "true, for an option without a value,")
-                raise ValueError(f"{key}: {error}; {known}")
-        return options
-
-    return AfterValidator(check)
+def _meant(given: Any) -> Any:
+    return WORDS.get(given, given) if isinstance(given, str) else None if given is False else given
 
 
 Name = Annotated[
-    str, like(r"[A-Za-z][A-Za-z0-9_-]+", "the long name of an option, as cpus-per-task,")
+    str,
+    Field(pattern="^[A-Za-z][A-Za-z0-9_-]+$"),
+    worded("the long name of an option, as cpus-per-task,"),
 ]
-Options = dict[Name, Annotated[Any, PlainValidator(_value)]]
-OfSbatch = Annotated[Options, AfterValidator(_checked)]
+Line = Annotated[str, Field(pattern=r"^[^\p{C}\p{Zl}\p{Zp}]+$")]  # all that #SBATCH takes
+Given = Literal[True] | StrictInt | Line
+ONE = "a text of one line, a whole number, true"
+Value = Annotated[Given | None, BeforeValidator(_meant), worded(f"{ONE} or null")]
+OfSrun = dict[Name, Annotated[Given, BeforeValidator(_meant), worded(f"{ONE} where it takes none")]]
+Options = dict[Name, Value]
 
 
-def refuse_stopped(options: Mapping[str, str | int | None]) -> None:
+class _OfSbatch(BaseModel, extra="allow", coerce_numbers_to_str=True):
+    """Of these Slurm takes values with which a job would not be what it is meant to be."""
+
+    time: Annotated[
+        str | None,
+        Field(pattern=r"(?i)^(\d+(:\d\d?){0,2}|\d+-\d\d?(:\d\d?){0,2}|UNLIMITED|INFINITE)$"),
+        worded("MINUTES, HOURS:MINUTES:SECONDS, DAYS-HOURS[:MINUTES[:SECONDS]] or UNLIMITED"),
+    ] = None
+    mem: Annotated[
+        str | None,
+        Field(pattern=r"(?i)^\d+[KMGT]?$"),
+        worded("0 for all of a node's, or a number with K, M, G or T behind it"),
+    ] = None
+    exclusive: Annotated[
+        Literal[True] | Annotated[str, Field(pattern="(?i)^(true|user|mcs|topo)$")] | None,
+        worded("true, user, mcs or topo"),
+    ] = None
+    # all that job.py listens to; in less time ranks do not end a step and save it
+    signal: Annotated[
+        str | None,
+        Field(pattern=r"(?i)^B:(SIG)?USR1@(3\d|[4-9]\d|[1-9]\d{2,4})$"),
+        worded("B:USR1@SECONDS with 30 or more"),
+    ] = None
+
+
+def _ours(options: Options) -> Options:
+    for key, value in options.items():
+        if value is None and key not in OURS:
+            error = "null given, true, for an option without a value, expected"
+            raise ValueError(f"{key}: {error}; null takes away one of {', '.join(OURS)}")
+    return options
+
+
+OfSbatch = Annotated[
+    Options, AfterValidator(lambda given: _OfSbatch(**given).model_dump(exclude_unset=True))
+]
+OfSite = Annotated[OfSbatch, AfterValidator(_ours)]  # takes away none but ours
+
+
+def refuse_stopped(options: Options) -> None:
     """`LaunchError` where `signal` stops ranks as soon as they start."""
     time, signal = str(options.get("time") or "0").upper(), str(options.get("signal") or "@0")
     before = int(signal.rpartition("@")[2])
@@ -113,7 +110,7 @@ def _seconds(time: str) -> int:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def words(options: Mapping[str, str | int | None]) -> list[str]:
+def words(options: Mapping[str, Given | None]) -> list[str]:
     """As on a command line."""
     given = {key: value for key, value in options.items() if value is not None}
     return [f"--{key}" if value is True else f"--{key}={value}" for key, value in given.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from flux_megatron.cli import app
+from flux_megatron.launch.job import Settings
 
 GPT, LLAMA = "paper/gpt3-175b_a100-pcie", "paper/llama2-70b_h800-nvlink"
 
@@ -24,6 +26,11 @@ def directives(job: str) -> dict[str, str | None]:
     """The options of the #SBATCH lines."""
     found = re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", job, re.M)
     return {name: value or None for name, value in found}
+
+
+def settings(job: str) -> Settings:
+    """What a job.sbatch gives to job.py."""
+    return Settings(**json.loads(shlex.split(job.partition("\nexec ")[2])[-1]))
 
 
 def arms(name: str, *options: object, rounds: int = 0) -> dict[str, str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -17,40 +19,30 @@ from flux_megatron.launch import scripts
 
 # What the scripts call, pretended: they run what the real ones would, on one machine.
 PROGRAMS = {
-    # every node, and their worst exit code; USR1 goes to all processes of all nodes
+    # every node; USR1 goes to all processes of all nodes
     "srun": """
         while [[ $1 == --* ]]; do shift; done
         pids=()
-        for node in $(seq 0 $((SLURM_JOB_NUM_NODES - 1))); do
-            SLURM_NODEID=$node setsid "$@" &
-            pids+=($!)
-        done
-        trap 'kill -USR1 -- "${pids[@]/#/-}"; again=yes' USR1
-        code=0
-        for pid in "${pids[@]}"; do
-            again=yes
-            while [ "$again" = yes ]; do again=no; wait "$pid"; last=$?; done
-            [ "$last" -le "$code" ] || code=$last
-        done
-        exit "$code"
+        for node in 0 1; do SLURM_NODEID=$node setsid "$@" & pids+=($!); done
+        trap 'kill -USR1 -- "${pids[@]/#/-}"' USR1
+        for pid in "${pids[@]}"; do while wait "$pid"; [ $? -gt 128 ]; do :; done; done
     """,
     "scontrol": """
         case "$*" in
         "show hostnames "*) printf 'first\\nsecond\\n' ;;
         *"show node first") echo "NodeName=first NodeAddr=10.0.0.1 NodeHostName=first" ;;
-        *"show job "*) echo "JobId=10007 JobState=${STATE:-RUNNING} ExcNodeList=(null)" ;;
         "requeue "*) echo "$2" >>"$WORK/requeued" ;;
         *) exit 9 ;;
         esac
     """,
-    # the doctor says $DOCTOR; torchrun tells its arguments, and starts one rank of its own
+    # torchrun tells its arguments, and starts one rank of its own
     "python": """
         case "$*" in
-        "-m flux_megatron.doctor "*) exit "${DOCTOR:-0}" ;;
+        "-m flux_megatron.doctor "*) exit 0 ;;
         "-m flux_megatron.preflight "*) exec sleep 50 ;;
         esac
-        echo "$@" >"$WORK/ranks-$SLURM_NODEID-${SLURM_RESTART_COUNT:-0}"
-        [ "${RANK:-end}" != end ] || exit "${CODE:-0}"
+        echo "$@" >"$WORK/ranks-$SLURM_NODEID"
+        [ "${RANK:-end}" != end ] || exit 0
         # a launcher dies of USR1 unless it ignores it
         (trap 'echo step_4 >"$WORK/latest"; exit 0' TERM; for _ in {1..1000}; do sleep 0.02; done) &
         echo ready >"$WORK/ready-$SLURM_NODEID"
@@ -86,14 +78,26 @@ class Slurm:
         path = f"{self.work / 'bin'}:{os.environ['PATH']}"
         return kept | {"PATH": path, "WORK": str(self.work)} | named | more
 
-    def start(self, restart: int = 0, **more: str) -> subprocess.CompletedProcess[str]:
-        environment = self.environment(SLURM_RESTART_COUNT=str(restart), **more)
-        return subprocess.run(["bash", str(self.run / "job.sbatch")], env=environment,
-                              capture_output=True, text=True, timeout=60)  # fmt: skip
+    def start(self) -> subprocess.Popen[bytes]:
+        script = ["bash", str(self.run / "job.sbatch")]
+        return subprocess.Popen(script, env=self.environment(RANK="waits"))
 
-    def ranks(self, node: int, restart: int = 0) -> str:
+    def told(self, process: subprocess.Popen[bytes], number: int, nodes: tuple[int, ...]) -> int:
+        """The exit code of a process that gets a signal when the ranks of its nodes are ready."""
+        try:
+            deadline = time.monotonic() + 30
+            while not all((self.work / f"ready-{node}").exists() for node in nodes):
+                assert time.monotonic() < deadline, "the ranks did not start"
+                time.sleep(0.02)
+            time.sleep(0.2)  # for the rank's trap
+            process.send_signal(number)
+            return process.wait(timeout=30)
+        finally:
+            process.kill()
+
+    def ranks(self, node: int) -> str:
         """What the Python of a node was called with; empty if it was not."""
-        file = self.work / f"ranks-{node}-{restart}"
+        file = self.work / f"ranks-{node}"
         return file.read_text().strip() if file.exists() else ""
 
 
@@ -102,9 +106,15 @@ def slurm(tmp_path):
     return Slurm(tmp_path)
 
 
-def test_nodes_meet_at_the_address_of_the_first(slurm):
-    done = slurm.start()
-    assert done.returncode == 0, done.stderr
+def test_a_job_from_its_script_to_the_ranks(slurm):
+    """Nodes meet at the address of the first. Near the time limit Slurm tells the batch process
+    alone: ranks save, and the job queues again.
+    """
+    (slurm.arm / "train" / "checkpoints").mkdir(parents=True)
+    (slurm.arm / "train" / "checkpoints" / "latest").symlink_to(slurm.work / "latest")
+    assert slurm.told(slurm.start(), signal.SIGUSR1, nodes=(0, 1)) == 0
+    assert slurm.requeued.read_text() == "10007\n"
+    assert (slurm.work / "latest").read_text() == "step_4\n"
     for node in (0, 1):
         given = slurm.ranks(node)
         assert given.startswith("-m torch.distributed.run --nnodes=2 --nproc-per-node=2 ")
@@ -117,79 +127,14 @@ def test_nodes_meet_at_the_address_of_the_first(slurm):
         assert (slurm.arm / "logs" / f"node-{node}").is_dir()
 
 
-def test_every_requeue_resumes_what_had_started(slurm):
-    assert slurm.start(1, CODE="7").returncode == 7
-    assert not slurm.ranks(1, 1).endswith("--resume")
-    for restart in (2, 3):
-        assert slurm.start(restart, CODE="7").returncode == 7
-        assert slurm.ranks(1, restart).endswith("--resume")
-        assert f"--rdzv-id=10007-{restart} " in slurm.ranks(1, restart)
-
-
-def test_what_is_done_is_not_done_again(slurm):
-    assert slurm.start().returncode == 0
-    assert slurm.start(1).returncode == 0
-    assert not slurm.ranks(0, 1)
-    again = slurm.start()
-    assert again.returncode == 2
-    assert f"{slurm.arm} was started before" in again.stderr
-
-
 def test_resumed_launch_goes_on(slurm):
     """What failed is forgotten, and what is done goes on where it gets more steps."""
-    for code, steps in ((7, 20), (0, 20), (0, 30)):
-        assert slurm.start(CODE=str(code)).returncode == code
+    for steps in (20, 30):
+        for name in ("failures", "done"):
+            (slurm.arm / name).touch()
         slurm.launch("--resume", "--set", f"training.steps={steps}")
-        assert (slurm.arm / "done").exists() is (code == 0 and steps == 20)
-    assert not (slurm.arm / "failures").exists()
-    assert slurm.ranks(0).endswith("--resume")
-
-
-def test_unfit_node_stops_the_job_before_it_starts(slurm):
-    done = slurm.start(DOCTOR="1")
-    assert done.returncode == 1
-    assert "a node is not fit to start" in done.stderr
-    assert not slurm.ranks(0)
-    assert slurm.start().returncode == 0
-
-
-def test_ranks_that_fail_queue_the_job_again_within_a_bound(slurm):
-    """Twice without progress; a checkpoint counts as progress. A cancelled job stays cancelled."""
-    assert slurm.start(CODE="7", STATE="CANCELLED").returncode == 7
-    assert not slurm.requeued.exists()
-    for restart, times in enumerate((1, 2, 2), start=1):
-        done = slurm.start(restart, CODE="7")
-        assert done.returncode == 7
-        assert slurm.requeued.read_text() == "10007\n" * times
-    assert "not queued again: 3 failures without progress" in done.stderr
-    latest = slurm.arm / "train" / "checkpoints" / "latest"
-    latest.parent.mkdir(parents=True)
-    latest.write_text("step_4\n")
-    assert "flux: ranks ended with code 7" in slurm.start(4, CODE="7").stdout
-    assert slurm.requeued.read_text() == "10007\n" * 3
-
-
-@pytest.mark.parametrize("saves", [True, False])
-def test_ranks_save_before_the_time_limit_and_the_job_queues_again(slurm, saves):
-    """Slurm tells the batch shell alone. A job that cannot save would go round and round."""
-    if saves:
-        (slurm.arm / "train" / "checkpoints").mkdir(parents=True)
-        (slurm.arm / "train" / "checkpoints" / "latest").symlink_to(slurm.work / "latest")
-    job = subprocess.Popen(
-        ["bash", str(slurm.run / "job.sbatch")], env=slurm.environment(RANK="waits")
-    )
-    try:
-        deadline = time.monotonic() + 30
-        while not all((slurm.work / f"ready-{node}").exists() for node in (0, 1)):
-            assert time.monotonic() < deadline, "the ranks did not start"
-            time.sleep(0.02)
-        time.sleep(0.1)  # for the rank's trap
-        job.send_signal(signal.SIGUSR1)
-        assert job.wait(timeout=30) == (0 if saves else 1)
-    finally:
-        job.kill()
-    assert slurm.requeued.exists() is saves
-    assert (slurm.work / "latest").read_text() == "step_4\n"
+        assert not (slurm.arm / "failures").exists()
+        assert (slurm.arm / "done").exists() is (steps == 20)
 
 
 # --- command.sh of a node
@@ -309,27 +254,32 @@ def test_variables_of_a_site_reach_ranks_and_no_shell(slurm):
     assert (slurm.run / "flux" / "logs" / "node-1").is_dir()
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_ranks_get_the_order_to_stop_without_pkill(slurm, node, there):
-    """Many containers have none. The checkpoint before the time limit depends on it; an order that
-    nobody gets is said.
+HANGS = """
+import os, pathlib, time
+def waits_for_another_rank():
+    pathlib.Path(os.environ["WORK"], "ready-1").touch()
+    time.sleep(60)
+waits_for_another_rank()
+"""
+NO_RANK = 'echo ready >"$WORK/ready-$SLURM_NODEID"; exec sleep 3'
+RANK = f"{sys.executable} -c {shlex.quote(HANGS)} & wait"
+ORDERS = [
+    (PROGRAMS["python"], signal.SIGUSR1, ""),
+    (NO_RANK, signal.SIGUSR1, "no rank to send TERM to: "),
+    (RANK, signal.SIGUSR2, "in waits_for_another_rank"),
+]
+
+
+@pytest.mark.parametrize(("python", "order", "said"), ORDERS, ids=["stop", "nobody", "hang"])
+def test_ranks_get_orders_without_pkill(slurm, node, python, order, said):
+    """Many containers have none. They save and end, or write where they hang; an order that nobody
+    gets is said.
     """
-    shown = slurm.work / "shown"
-    if not there:
-        slurm.put("python", 'echo ready >"$WORK/ready-$SLURM_NODEID"; exec sleep 3')
+    slurm.put("python", python)
     script = ["bash", str(slurm.run / "flux" / "command.sh"), "start", "10.0.0.1:9"]
     environment = {"PATH": str(slurm.work / "bin"), "WORK": str(slurm.work), "RANK": "waits"}
-    with shown.open("wb") as output:
+    with (slurm.work / "shown").open("wb") as output:
         ranks = subprocess.Popen(script, env=environment | OF_SLURM, stderr=output)
-    try:
-        deadline = time.monotonic() + 30
-        while not (slurm.work / "ready-1").exists():
-            assert time.monotonic() < deadline, "the ranks did not start"
-            time.sleep(0.02)
-        time.sleep(0.2)  # for the rank's trap
-        ranks.send_signal(signal.SIGUSR1)
-        assert ranks.wait(timeout=30) == 0
-    finally:
-        ranks.kill()
-    assert (slurm.work / "latest").exists() is there
-    assert ("no rank to send TERM to: " in shown.read_text()) is not there
+    assert slurm.told(ranks, order, nodes=(1,)) == 0
+    assert (slurm.work / "latest").exists() is (not said)
+    assert said in (slurm.work / "shown").read_text()

@@ -1,4 +1,4 @@
-"""Programs that stand in for what this machine has not: ranks, GPUs, containers.
+"""Programs that stand in for what this machine has not: ranks, GPUs.
 
 They lie in a folder that comes first on the PATH of a job. What they were asked is in $WORK, and so
 are the faults that a test orders: files of that name.
@@ -6,7 +6,6 @@ are the faults that a test orders: files of that name.
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 
@@ -24,7 +23,7 @@ for word; do
 done
 part=${{out%/train}} first=1
 [ "$node" = 0 ] || {{ sleep 0.2; exit 0; }}
-echo "${{part#"$RUN/"}} ${{IMAGE-}} ${{SLURM_JOB_NODELIST-}}" >>"$WORK/trained"
+echo "${{part#"$RUN/"}} ${{SLURM_JOB_NODELIST-}}" >>"$WORK/trained"
 mkdir -p "$logs" "$out/checkpoints"
 if [ "$word" = --resume ]; then first=$(($(cat "$out/checkpoints/latest" || echo 0) + 1)); fi
 fault() {{ # NAME: whether it is ordered, once less the next time
@@ -38,45 +37,10 @@ for step in $(seq "$first" "$STEPS"); do
     [ "$step" != 3 ] || {{
         echo 2 >"$out/checkpoints/latest"
         ! fault crash || exit 7
-        ! fault hang || {{
-            {sys.executable} "$(dirname "$0")/hangs.py" 2>>"$logs/stderr.log"
-            exit 1
-        }}
+        ! fault hang || {{ sleep 600 & touch "$WORK/hangs"; wait; exit 1; }}
     }}
 done
 echo "$STEPS" >"$out/checkpoints/latest"
-"""
-
-HANGS = """
-import os, pathlib, time
-
-def waits_for_another_rank():
-    time.sleep(600)
-
-pathlib.Path(os.environ["WORK"], "hangs").touch()
-waits_for_another_rank()
-"""
-
-# What pyxis makes of srun: its options are taken out, an image is imported unless there is a
-# container of that name, and the command keeps its environment.
-SRUN = f"""
-options=() image= mounts= name=
-while [[ $1 == --* ]]; do
-    case $1 in
-    --container-image=*) image=${{1#*=}} ;;
-    --container-mounts=*) mounts=${{1#*=}} ;;
-    --container-name=*) name=${{1#*=}} ;;
-    *) options+=("$1") ;;
-    esac
-    shift
-done
-if [ -n "$image" ]; then
-    export IMAGE=$image
-    for node in $(seq "$SLURM_JOB_NUM_NODES"); do echo "$mounts" >>"$WORK/started"; done
-    [ -n "$name" ] && [ -e "$WORK/names/$name" ] || echo "$image" >>"$WORK/imported"
-    mkdir -p "$WORK/names/$name"
-fi
-exec {shutil.which("srun")} "${{options[@]}}" "$@"
 """
 
 # Two sound GPUs, but for what the file $WORK/ecc-NODE says
@@ -94,13 +58,12 @@ esac
 """
 
 
-def put(folder: Path, **programs: str) -> Path:
-    """Write programs into a folder of their own; underscores of a name are hyphens."""
+def put(folder: Path) -> Path:
+    """Write the programs into a folder of their own."""
     where = folder / "bin"
-    where.mkdir(exist_ok=True)
-    for name, text in programs.items():
-        file = where / name.replace("_", "-")
+    where.mkdir()
+    for name, text in {"python": PYTHON, "nvidia-smi": NVIDIA_SMI}.items():
+        file = where / name
         file.write_text(f"#!/usr/bin/env bash\nset -u\n{text}")
         file.chmod(0o755)
-    (where / "hangs.py").write_text(HANGS)
     return where
