@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
+from without_torch import without_torch
 
 from flux_megatron import __main__ as entry
 from flux_megatron import cli, command_errors, errors
@@ -129,6 +131,11 @@ def test_a_shell_completes_commands_and_options(words, found):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert {*found} <= {*done.stdout.split()}
+
+
+def test_help_begins_with_what_a_newcomer_needs():
+    shown = without_torch("--help").stdout  # which it need not import
+    assert re.findall(r"^[│ ]+([a-z]+)  +[A-Z]", shown, re.M)[:3] == ["doctor", "run", "tune"]
 
 
 def test_a_command_names_all_that_it_lacks(monkeypatch, capsys):
