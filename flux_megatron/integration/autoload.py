@@ -14,10 +14,10 @@ import logging
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from flux_megatron import settings
-from flux_megatron.versions import megatron_core
 
 PARALLEL_STATE = "megatron.core.parallel_state"
 INITIALIZE = "initialize_model_parallel"
@@ -34,17 +34,18 @@ class _Watch:
 
 _watch = _Watch()
 _begun: dict[str, tuple[Any, Any, Any]] = {}  # by name: what has it, what it was, ours
-_waiting = False  # for Megatron to begin
-_enabling: Any = None  # the module, once it has begun
+_waiting: Callable[[], object] | None = None  # for Megatron to begin
+_enabled = False  # when it had begun
+made = 0  # layers that `enable()` has made ours
 
 
-def arm() -> None:
-    """Enable our layers as soon as Megatron begins; at once where its groups are made. Another call
+def arm(enable: Callable[[], object]) -> None:
+    """Call `enable` as soon as Megatron begins; at once where its groups are made. Another call
     changes nothing.
     """
     global _waiting
-    if not _waiting:
-        _waiting = True
+    if _waiting is None:
+        _waiting = enable
         atexit.register(_end, os.getpid())
         sys.meta_path.insert(0, _watch)
         _wrap()
@@ -53,7 +54,7 @@ def arm() -> None:
 def disarm() -> None:
     """Whoever calls it has said which layers are ours."""
     global _waiting
-    _waiting = False
+    _waiting = None
     sys.meta_path = [finder for finder in sys.meta_path if finder is not _watch]
     while _begun:
         name, (holder, original, ours) = _begun.popitem()
@@ -90,13 +91,12 @@ def _begin_with(holder: Any, name: str) -> None:
 
 
 def _enable() -> None:
-    global _enabling
+    global _enabled
+    enable = _waiting
     disarm()  # first: what follows imports
-    megatron_core.check()
-    from flux_megatron.integration import enabling
-
-    enabling.enable()
-    _enabling = enabling
+    assert enable is not None, "nothing waits for Megatron to begin"
+    enable()
+    _enabled = True
 
 
 def failed() -> bool:
@@ -127,7 +127,7 @@ def _unused() -> str:
         return "megatron-core was not imported"
     if _waiting:
         return "megatron-core made no groups and no module"
-    if _enabling is not None and not _enabling.made:
+    if _enabled and not made:
         return "megatron-core built none of the layers that ours stand for"
     return ""
 

@@ -35,7 +35,6 @@ from flux_megatron.integration.selection import layer_of
 from flux_megatron.integration.specs import put
 
 _undo = contextlib.ExitStack()
-made = 0  # layers that became ours
 
 
 def enable(
@@ -113,13 +112,12 @@ def _becoming(stock: type, ours: type, layers: tuple[str, ...] | None) -> Callab
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        global made
         name = _built(kwargs)
         chosen = not layers or name in layers
         if type(self) is not stock or not chosen or kwargs.get("is_expert"):
             original(self, *args, **kwargs)
             return
-        made += 1
+        autoload.made += 1
         if fp8.keeps(stock, kwargs["config"]):
             fp8.check(kwargs["config"])
             original(self, *args, **kwargs)
