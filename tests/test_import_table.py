@@ -224,10 +224,8 @@ def circle(package: Path) -> list[str]:
     graph = {}
     for file in package.rglob("*.py"):
         module = ".".join(file.relative_to(package).with_suffix("").parts)
-        found = {module_name(package, name) for _, name, _ in imports(file, package)
-                 if name.split(".")[0] == PACKAGE}  # fmt: skip
-        graph[module] = {f"{one}.__init__" if (package / one.replace(".", "/")).is_dir() else one
-                         for one in found} - {module}  # fmt: skip
+        names = [name for _, name, _ in imports(file, package) if name.split(".")[0] == PACKAGE]
+        graph[module.removesuffix(".__init__")] = {module_name(package, name) for name in names}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

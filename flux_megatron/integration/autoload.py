@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flux_megatron import settings
+from flux_megatron.integration.replaced import put
 
 PARALLEL_STATE = "megatron.core.parallel_state"
 INITIALIZE = "initialize_model_parallel"
@@ -47,7 +48,7 @@ def arm(enable: Callable[[], object]) -> None:
     if _waiting is None:
         _waiting = enable
         atexit.register(_end, os.getpid())
-        sys.meta_path.insert(0, _watch)
+        put(sys, "meta_path", [_watch, *sys.meta_path])
         _wrap()
 
 
@@ -55,11 +56,15 @@ def disarm() -> None:
     """Whoever calls it has said which layers are ours."""
     global _waiting
     _waiting = None
-    sys.meta_path = [finder for finder in sys.meta_path if finder is not _watch]
+    _watch_no_more()
     while _begun:
         name, (holder, original, ours) = _begun.popitem()
         if getattr(holder, name) is ours:
-            setattr(holder, name, original)
+            put(holder, name, original)
+
+
+def _watch_no_more() -> None:
+    put(sys, "meta_path", [finder for finder in sys.meta_path if finder is not _watch])
 
 
 def _wrap() -> None:
@@ -72,6 +77,8 @@ def _wrap() -> None:
         _begin_with(parallel_state, INITIALIZE)
     if module := getattr(sys.modules.get(MODULES), "MegatronModule", None):
         _begin_with(module, "__init__")
+    if len(_begun) == 2:
+        _watch_no_more()
 
 
 def _begin_with(holder: Any, name: str) -> None:
@@ -87,7 +94,7 @@ def _begin_with(holder: Any, name: str) -> None:
         return (getattr(holder, name) if outermost else original)(*args, **kwargs)
 
     _begun[name] = holder, original, ours
-    setattr(holder, name, ours)
+    put(holder, name, ours)
 
 
 def _enable() -> None:
