@@ -1,4 +1,4 @@
-"""How `flux-megatron` starts and ends: its version, its exit status, one line for every error."""
+"""How `flux-megatron` ends: its exit status, one line for every error; help and completion."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from without_torch import without_torch
 
 from flux_megatron import __main__ as entry
 from flux_megatron import cli, command_errors, errors
-from flux_megatron.version import __version__
 
 AGAIN = "(run again with --debug for the traceback: flux-megatron --debug results ...)"
-EXTRAS = ("typer", "rich", "yaml", "pydantic", "jinja2", "matplotlib", "numpy", "psutil")
 
 
 def ended(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
@@ -83,39 +81,6 @@ def test_unknown_words_are_one_line(monkeypatch, capsys, words, line):
     assert said.startswith(line)
     assert said.endswith(" --help)\n")
     assert "abc" not in words or "'abc'" in said
-
-
-@pytest.fixture
-def core(monkeypatch):
-    """A Python that has the core alone."""
-    for name in (*EXTRAS, "megatron"):
-        monkeypatch.setitem(sys.modules, name, None)
-    for name in [name for name in sys.modules if name.startswith("flux_megatron.c")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("flux_megatron.cli")
-    monkeypatch.setattr(entry, "command_errors", command_errors)
-
-
-@pytest.mark.usefixtures("core")
-@pytest.mark.parametrize(
-    ("command", "extra"),
-    [("train", "train"), ("launch", "launch"), ("bench", "lab"), ("run", "megatron")],
-)
-def test_a_command_names_the_extra_that_it_needs(monkeypatch, capsys, command, extra):
-    line = f"flux-megatron {command}: typer is not installed: pip install 'flux-megatron[{extra}]'"
-    assert ended(monkeypatch, capsys, command, "--help") == (2, "", f"{line}\n")
-
-
-@pytest.mark.usefixtures("core")
-def test_the_core_has_doctor_version_and_help(monkeypatch, capsys):
-    assert ended(monkeypatch, capsys, "--version") == (0, f"{__version__}\n", "")
-    status, shown, said = ended(monkeypatch, capsys, "--help")
-    assert (status, said) == (0, "")
-    assert "doctor" in shown
-    assert "pip install 'flux-megatron[launch]'" in shown
-    status, shown, said = ended(monkeypatch, capsys, "doctor", "--gpus", "0")
-    assert said == ""
-    assert "Python" in shown
 
 
 @pytest.mark.parametrize(
