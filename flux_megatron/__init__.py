@@ -91,7 +91,8 @@ def arm() -> None:
     its import, which fails in every program where this raises.
     """
     if _settings.enabled():
-        importlib.import_module("flux_megatron.integration.autoload").arm()
+        autoload = importlib.import_module("flux_megatron.integration.autoload")
+        autoload.arm(lambda: __getattr__("enable")())  # which imports megatron
 
 
 arm()

@@ -18,10 +18,8 @@ from flux_megatron.patching.commands import app as patch_app
 from flux_megatron.tune_command.commands import tune
 from flux_megatron.version import __version__
 
+FOR_A_RUN = "Measure its plans, launch experiments, patch Megatron-LM"
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, pretty_exceptions_enable=False)
-app.add_typer(patch_app, name="patch")
-app.command()(launch)
-app.command()(tune)
 
 
 def _show_version(wanted: bool) -> None:
@@ -40,7 +38,10 @@ def _main(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error")] = False,
 ) -> None:
-    """Tensor-parallel layers for Megatron that hide communication behind GEMMs."""
+    """Tensor-parallel layers for Megatron that hide communication behind GEMMs.
+
+    Begin with `flux-megatron doctor`, then `flux-megatron run pretrain_gpt.py ARGS --flux-overlap`.
+    """
 
 
 # its own parser reads the arguments: it also runs where typer is not installed
@@ -92,6 +93,10 @@ def run(
     typer.echo(f"starting torchrun with {ranks} ranks of {script}", err=True)
     torchrun.run(ranks, command)
 
+
+app.command(rich_help_panel=FOR_A_RUN)(tune)
+app.command(rich_help_panel=FOR_A_RUN)(launch)
+app.add_typer(patch_app, name="patch", rich_help_panel=FOR_A_RUN)
 
 if __name__ == "__main__":
     app(prog_name="flux-megatron")

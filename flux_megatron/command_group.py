@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -13,10 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from flux_megatron import command_errors, lab_commands
 
 LAB_PANEL = "Laboratory: measure, predict, demonstrate"
-# click's, or typer's own copy of it since 0.26
-ClickException: Any = next(
-    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
-)
+UsageError: Any = typer.BadParameter.__base__  # click's, or typer's own copy of it since 0.26
 
 
 class CommandGroup(TyperGroup):
@@ -51,8 +47,8 @@ class CommandGroup(TyperGroup):
         try:
             with command_errors.checked_stdout():
                 status = super().main(**options)
-        except ClickException as error:
-            typer.echo(_usage(error, sys.argv[1:] if args is None else args), err=True)
+        except UsageError as error:
+            typer.echo(_usage(error, f"flux-megatron {self.command}".rstrip()), err=True)
             status = error.exit_code
         except typer.Abort:
             status = 130
@@ -82,21 +78,13 @@ def _open_standard_streams() -> None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115, while the process runs
 
 
-def _usage(error: Any, words: Sequence[str]) -> str:
+def _usage(error: Any, command: str) -> str:
     """What is wrong with the words of a command; without any it is the help."""
-    context, text = getattr(error, "ctx", None), " ".join(error.format_message().split())
     if type(error).__name__ == "NoArgsIsHelpError":
         return str(error.format_message())
-    if (value := _given(getattr(error, "param", None), words)) and value not in text:
-        text = f"{text}, {value!r} given"
-    path = context.command_path if context is not None else "flux-megatron"
+    text, path = " ".join(error.format_message().split()), command
+    if error.ctx is not None:
+        path = error.ctx.command_path
+    if found := getattr(error.__cause__, "errors", None):  # pydantic's, whose texts lack the value
+        text = f"{text}, {found()[0]['input']!r} given"
     return f"{path}: {text} (see {path} --help)"
-
-
-def _given(option: Any, words: Sequence[str]) -> str | None:
-    """The value of an option among the words: not every version of typer shows it."""
-    for word, following in zip(words, [*words[1:], None], strict=True):
-        name, equals, value = word.partition("=")
-        if name in getattr(option, "opts", ()):
-            return value if equals else following
-    return None

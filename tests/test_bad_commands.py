@@ -61,7 +61,9 @@ ROWS = [
     *[(f"{words} {value}", *value.split()[:2]) for words, some in VALUES.items() for value in some],
     *[(words.format("--device tpu"), "--device 'tpu' given, one of cuda, cpu expected")
       for words in WITH_DEVICE],
+    ("bench --rounds 3 --rounds -7", "'--rounds'", "-7"),
     # tune
+    ("tune --M", "flux-megatron tune: Option '--M' requires an argument"),
     ("tune", "one of --suite, --hidden and Megatron"),
     ("tune --suite gpt3-175b", "--tp 2: as many GPUs expected, 0 found", ON_CPU),
     ("tune --suite gpt3", "--suite 'gpt3' given", "one of gpt3-175b, llama2-70b"),

@@ -1,21 +1,21 @@
-"""How `flux-megatron` starts and ends: its version, its exit status, one line for every error."""
+"""How `flux-megatron` ends: its exit status, one line for every error; help and completion."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
+from without_torch import without_torch
 
 from flux_megatron import __main__ as entry
 from flux_megatron import cli, command_errors, errors
-from flux_megatron.version import __version__
 
 AGAIN = "(run again with --debug for the traceback: flux-megatron --debug results ...)"
-EXTRAS = ("typer", "rich", "yaml", "pydantic", "jinja2", "matplotlib", "numpy", "psutil")
 
 
 def ended(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
@@ -83,39 +83,6 @@ def test_unknown_words_are_one_line(monkeypatch, capsys, words, line):
     assert "abc" not in words or "'abc'" in said
 
 
-@pytest.fixture
-def core(monkeypatch):
-    """A Python that has the core alone."""
-    for name in (*EXTRAS, "megatron"):
-        monkeypatch.setitem(sys.modules, name, None)
-    for name in [name for name in sys.modules if name.startswith("flux_megatron.c")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("flux_megatron.cli")
-    monkeypatch.setattr(entry, "command_errors", command_errors)
-
-
-@pytest.mark.usefixtures("core")
-@pytest.mark.parametrize(
-    ("command", "extra"),
-    [("train", "train"), ("launch", "launch"), ("bench", "lab"), ("run", "megatron")],
-)
-def test_a_command_names_the_extra_that_it_needs(monkeypatch, capsys, command, extra):
-    line = f"flux-megatron {command}: typer is not installed: pip install 'flux-megatron[{extra}]'"
-    assert ended(monkeypatch, capsys, command, "--help") == (2, "", f"{line}\n")
-
-
-@pytest.mark.usefixtures("core")
-def test_the_core_has_doctor_version_and_help(monkeypatch, capsys):
-    assert ended(monkeypatch, capsys, "--version") == (0, f"{__version__}\n", "")
-    status, shown, said = ended(monkeypatch, capsys, "--help")
-    assert (status, said) == (0, "")
-    assert "doctor" in shown
-    assert "pip install 'flux-megatron[launch]'" in shown
-    status, shown, said = ended(monkeypatch, capsys, "doctor", "--gpus", "0")
-    assert said == ""
-    assert "Python" in shown
-
-
 @pytest.mark.parametrize(
     ("words", "found"),
     [("flux-megatron tr", ["train", "trace"]), ("flux-megatron train --co", ["--config"])],
@@ -129,6 +96,11 @@ def test_a_shell_completes_commands_and_options(words, found):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert {*found} <= {*done.stdout.split()}
+
+
+def test_help_begins_with_what_a_newcomer_needs():
+    shown = without_torch("--help").stdout  # which it need not import
+    assert re.findall(r"^[│ ]+([a-z]+)  +[A-Z]", shown, re.M)[:3] == ["doctor", "run", "tune"]
 
 
 def test_a_command_names_all_that_it_lacks(monkeypatch, capsys):

@@ -17,7 +17,7 @@ from train_words import words
 
 from flux_megatron.integration.cpu_device import pretend_cuda
 from flux_megatron.lab.generate import decode
-from flux_megatron.lab.generate.commands import Request
+from flux_megatron.lab.generate.request import Request
 from flux_megatron.lab.train.config import TrainConfig
 from flux_megatron.lab.train.model import gpt_model, transformer_config
 from flux_megatron.lab.train.text import ByteTokenizer

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from importlib.util import resolve_name
 from pathlib import Path
 from typing import NamedTuple, TypeGuard
@@ -218,6 +219,24 @@ def violations(package: Path) -> list[str]:
     return found
 
 
+def circle(package: Path) -> list[str]:
+    """Modules of which each imports another one, the first and last the same; none is best."""
+    graph = {}
+    for file in package.rglob("*.py"):
+        module = ".".join(file.relative_to(package).with_suffix("").parts)
+        names = [name for _, name, _ in imports(file, package) if name.split(".")[0] == PACKAGE]
+        graph[module.removesuffix(".__init__")] = {module_name(package, name) for name in names}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [*error.args[1]]
+    return []
+
+
+def test_no_module_imports_itself_by_another():
+    assert circle(SOURCE) == []
+
+
 def test_every_import_is_in_the_table_and_every_room_of_the_package_is_seen():
     assert not violations(SOURCE)
     files = [file.relative_to(SOURCE).with_suffix("") for file in SOURCE.rglob("*.py")]
@@ -297,6 +316,13 @@ def test_a_bad_import_is_caught_and_a_good_one_is_allowed(tree, line):
     found = violations(tree)
     assert len(found) == (line in BAD.splitlines())
     assert all(one.startswith(path) for one in found)
+
+
+def test_a_circle_is_found(tree):
+    (tree / "symm/buffer.py").write_text("from . import signals")
+    assert circle(tree) == []
+    (tree / "symm/signals.py").write_text("def f(): from flux_megatron.symm.buffer import Buffer")
+    assert {*circle(tree)} == {"symm.buffer", "symm.signals"}
 
 
 def loaded_after(code: str) -> set[str]:

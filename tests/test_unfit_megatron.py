@@ -74,6 +74,7 @@ def test_doctor_says_that_and_nothing_else_of_it(old, monkeypatch):
         "import flux_megatron; flux_megatron.enable()",
         "import flux_megatron; flux_megatron.replace(None)",
         "import flux_megatron.specs",
+        "import os; os.environ['FLUX_MEGATRON_ENABLE'] = '1'; import flux_megatron; "
         "from flux_megatron.integration import autoload; autoload._enable()",
         "from flux_megatron.launch.__main__ import main; main(['pretrain_gpt.py'])",
         "from flux_megatron.lab.train.commands import train; train('demo')",

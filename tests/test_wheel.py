@@ -176,7 +176,11 @@ def test_the_core_is_torch_and_triton_and_a_missing_module_leads_to_the_extra_th
     for module, extra in command_errors.EXTRAS.items():
         name = distributions.get(module, module)
         assert name in {one.name for one in requirements(wheel, extra)}, (module, extra)
-    for extra in {*command_errors.EXTRA_OF_COMMAND.values()}:
+    for command, extra in command_errors.EXTRA_OF_COMMAND.items():
+        line = f"flux-megatron {command}: typer is not installed: "
+        assert command_errors.missing("typer", command) == (
+            f"{line}pip install 'flux-megatron[{extra}]'"
+        )
         brought = {one.name for one in requirements(wheel, extra)}
         assert {one.name for one in requirements(wheel, "launch")} <= brought
 
@@ -184,9 +188,13 @@ def test_the_core_is_torch_and_triton_and_a_missing_module_leads_to_the_extra_th
 def test_the_core_alone_has_doctor(core, tmp_path):
     assert ran(tmp_path, core / "flux-megatron", "--version") == f"{__version__}\n"
     assert "torch" in ran(tmp_path, core / "flux-megatron", "doctor", "--gpus", "0", code=1)
-    assert "doctor" in ran(tmp_path, core / "python", "-m", "flux_megatron", "--help")
-    line = "flux-megatron tune: typer is not installed: pip install 'flux-megatron[launch]'\n"
-    assert ran(tmp_path, core / "flux-megatron", "tune", "--help", code=2) == line
+    shown = ran(tmp_path, core / "python", "-m", "flux_megatron", "--help")
+    assert "doctor" in shown
+    assert "pip install 'flux-megatron[launch]'" in shown
+    for command, brings in (("tune", "launch"), ("run", "megatron")):
+        line = f"flux-megatron {command}: typer is not installed: "
+        line += f"pip install 'flux-megatron[{brings}]'\n"
+        assert ran(tmp_path, core / "flux-megatron", command, "--help", code=2) == line
 
 
 @pytest.mark.parametrize("asked", [{}, {"TRITON_INTERPRET": "1"}], ids=["", "interpreted"])

@@ -15,6 +15,7 @@ from typing import Any
 from megatron.core.tensor_parallel import layers as stock
 from torch import Tensor
 
+from flux_megatron.integration.replaced import put
 from flux_megatron.wgrad import accumulate_wgrad_by_torch
 
 NAME = "fused_weight_gradient_mlp_cuda"
@@ -39,5 +40,5 @@ def provide_wgrad_kernels() -> None:
     except ImportError:
         found = sys.modules[NAME] = SHIM
     if found is SHIM:
-        stock.fused_weight_gradient_mlp_cuda = SHIM
-        stock._grad_accum_fusion_available = True
+        put(stock, NAME, SHIM)
+        put(stock, "_grad_accum_fusion_available", True)

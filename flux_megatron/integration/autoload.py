@@ -14,10 +14,11 @@ import logging
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from flux_megatron import settings
-from flux_megatron.versions import megatron_core
+from flux_megatron.integration.replaced import put
 
 PARALLEL_STATE = "megatron.core.parallel_state"
 INITIALIZE = "initialize_model_parallel"
@@ -34,31 +35,36 @@ class _Watch:
 
 _watch = _Watch()
 _begun: dict[str, tuple[Any, Any, Any]] = {}  # by name: what has it, what it was, ours
-_waiting = False  # for Megatron to begin
-_enabling: Any = None  # the module, once it has begun
+_waiting: Callable[[], object] | None = None  # for Megatron to begin
+_enabled = False  # when it had begun
+made = 0  # layers that `enable()` has made ours
 
 
-def arm() -> None:
-    """Enable our layers as soon as Megatron begins; at once where its groups are made. Another call
+def arm(enable: Callable[[], object]) -> None:
+    """Call `enable` as soon as Megatron begins; at once where its groups are made. Another call
     changes nothing.
     """
     global _waiting
-    if not _waiting:
-        _waiting = True
+    if _waiting is None:
+        _waiting = enable
         atexit.register(_end, os.getpid())
-        sys.meta_path.insert(0, _watch)
+        put(sys, "meta_path", [_watch, *sys.meta_path])
         _wrap()
 
 
 def disarm() -> None:
     """Whoever calls it has said which layers are ours."""
     global _waiting
-    _waiting = False
-    sys.meta_path = [finder for finder in sys.meta_path if finder is not _watch]
+    _waiting = None
+    _watch_no_more()
     while _begun:
         name, (holder, original, ours) = _begun.popitem()
         if getattr(holder, name) is ours:
-            setattr(holder, name, original)
+            put(holder, name, original)
+
+
+def _watch_no_more() -> None:
+    put(sys, "meta_path", [finder for finder in sys.meta_path if finder is not _watch])
 
 
 def _wrap() -> None:
@@ -71,6 +77,8 @@ def _wrap() -> None:
         _begin_with(parallel_state, INITIALIZE)
     if module := getattr(sys.modules.get(MODULES), "MegatronModule", None):
         _begin_with(module, "__init__")
+    if len(_begun) == 2:
+        _watch_no_more()
 
 
 def _begin_with(holder: Any, name: str) -> None:
@@ -86,17 +94,16 @@ def _begin_with(holder: Any, name: str) -> None:
         return (getattr(holder, name) if outermost else original)(*args, **kwargs)
 
     _begun[name] = holder, original, ours
-    setattr(holder, name, ours)
+    put(holder, name, ours)
 
 
 def _enable() -> None:
-    global _enabling
+    global _enabled
+    enable = _waiting
     disarm()  # first: what follows imports
-    megatron_core.check()
-    from flux_megatron.integration import enabling
-
-    enabling.enable()
-    _enabling = enabling
+    assert enable is not None, "nothing waits for Megatron to begin"
+    enable()
+    _enabled = True
 
 
 def failed() -> bool:
@@ -127,7 +134,7 @@ def _unused() -> str:
         return "megatron-core was not imported"
     if _waiting:
         return "megatron-core made no groups and no module"
-    if _enabling is not None and not _enabling.made:
+    if _enabled and not made:
         return "megatron-core built none of the layers that ours stand for"
     return ""
 

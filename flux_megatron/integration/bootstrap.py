@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from flux_megatron.command_errors import is_there
 from flux_megatron.errors import BadInput
 from flux_megatron.integration.arguments import Argument, arguments_of
 from flux_megatron.integration.flags import add_flux_arguments
+from flux_megatron.integration.replaced import around
 from flux_megatron.versions import megatron_core
 
 
@@ -58,15 +58,11 @@ def extend_parser() -> None:
     """
     from megatron.training import arguments
 
-    original = arguments.add_megatron_arguments
-
-    @functools.wraps(original)
-    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    @around(arguments, "add_megatron_arguments")
+    def extended(original: Any, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = original(parser)
         known = arguments_of(parser)  # before a script adds its own
         return _installing(add_flux_arguments(parser), known)
-
-    arguments.add_megatron_arguments = add_megatron_arguments
 
 
 def _installing(parser: Any, known: Mapping[str, Argument]) -> Any:

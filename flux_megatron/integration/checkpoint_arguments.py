@@ -4,17 +4,15 @@ wants them: they are looked at like those of the command line.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from flux_megatron.integration import replaced
 from flux_megatron.integration.arguments import PARSER
 
 LOADS = "load_args_from_checkpoint"
-# up to 0.18 the second has the function under a name of its own
-MODULES = ("megatron.training.checkpointing", "megatron.training.initialize")
 
 
 def then(act: Callable[[Any], None]) -> None:
@@ -25,21 +23,20 @@ def then(act: Callable[[Any], None]) -> None:
     """
     if PARSER not in sys.modules:
         return
-    for name in MODULES:
+    for name in replaced.row(LOADS).where:
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as missing:
             if missing.name != name:
                 raise
             continue
-        original = getattr(module, LOADS, None)
-        if original is not None and not hasattr(original, "acts"):
-            setattr(module, LOADS, _acting(original, act))
+        if hasattr(module, LOADS):
+            _act_behind(module, act)
 
 
-def _acting(original: Callable[..., Any], act: Callable[[Any], None]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def load_args_from_checkpoint(args: Any, *given: Any, **named: Any) -> Any:
+def _act_behind(module: Any, act: Callable[[Any], None]) -> None:
+    @replaced.around(module, LOADS)
+    def acting(original: Callable[..., Any], args: Any, *given: Any, **named: Any) -> Any:
         result = original(args, *given, **named)
         try:
             act(args)
@@ -47,6 +44,3 @@ def _acting(original: Callable[..., Any], act: Callable[[Any], None]) -> Callabl
             print(f"{sys.argv[0]}: with arguments of the checkpoint, {error}", file=sys.stderr)
             raise SystemExit(2) from None
         return result
-
-    load_args_from_checkpoint.acts = True  # type: ignore[attr-defined]
-    return load_args_from_checkpoint

@@ -6,7 +6,6 @@ iterations, so all switch arms at the same one without communication.
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from flux_megatron.integration import arm
+from flux_megatron.integration.replaced import around
 
 WARM_UP = 1  # iterations of a block: caches, the allocator, plans of new shapes
 FEWEST_PAIRS = 5  # for an interval; with fewer it covers less than COVERAGE
@@ -104,13 +104,11 @@ class Comparison:
 def alternate(training: Any, block: int) -> Comparison:
     """Let `train_step` of the module megatron.training.training run in both arms in turn."""
     comparison = Comparison(block)
-    original = training.train_step
 
-    @functools.wraps(original)
-    def train_step(*given: Any, **named: Any) -> Any:
+    @around(training, "train_step")
+    def in_its_arm(original: Callable[..., Any], *given: Any, **named: Any) -> Any:
         return comparison.run(lambda: original(*given, **named))
 
-    training.train_step = train_step
     return comparison
 
 

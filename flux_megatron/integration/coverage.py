@@ -24,6 +24,7 @@ from torch.nn import Module
 from flux_megatron import errors, settings
 from flux_megatron.integration import requirements
 from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
+from flux_megatron.integration.replaced import around
 from flux_megatron.integration.selection import layer_of
 from flux_megatron.overlap.report import Layers, note_layers
 
@@ -39,13 +40,11 @@ def count_layers(training: Any, chosen: tuple[str, ...] | None) -> None:
     """Let `setup_model_and_optimizer` of the module megatron.training.training count the layers of
     the models that it makes, and refuse some under `--flux-strict`.
 
-    It is found by this name in every version from 0.14 on, and gives the models first. `chosen` are
-    the layers of `--flux-layers`, None for all.
+    It gives the models first. `chosen` are the layers of `--flux-layers`, None for all.
     """
-    original = training.setup_model_and_optimizer
 
-    @functools.wraps(original)
-    def setup_model_and_optimizer(*given: Any, **named: Any) -> Any:
+    @around(training, "setup_model_and_optimizer")
+    def counting(original: Callable[..., Any], *given: Any, **named: Any) -> Any:
         result = original(*given, **named)
         stage = layers_of(result[0], chosen)
         layers = _of_all_stages(stage)
@@ -53,8 +52,6 @@ def count_layers(training: Any, chosen: tuple[str, ...] | None) -> None:
         training.print_rank_last(f" flux: {layers}")
         refuse(layers)
         return result
-
-    training.setup_model_and_optimizer = setup_model_and_optimizer
 
 
 def layers_of(models: Iterable[Module], chosen: tuple[str, ...] | None = None) -> Layers:

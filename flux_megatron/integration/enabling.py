@@ -8,7 +8,6 @@ before it is initialised. Whoever names the class gets it, wherever the name was
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Collection
 from typing import Any
@@ -31,11 +30,10 @@ from flux_megatron.integration import (
 from flux_megatron.integration.flags import LAYERS, FluxOptions, names_given
 from flux_megatron.integration.layers import FluxColumnParallelLinear, is_head
 from flux_megatron.integration.norm import NORMS, FluxNorm
+from flux_megatron.integration.replaced import around
 from flux_megatron.integration.selection import layer_of
-from flux_megatron.integration.specs import put
 
 _undo = contextlib.ExitStack()
-made = 0  # layers that became ours
 
 
 def enable(
@@ -78,9 +76,9 @@ def enable(
     with contextlib.ExitStack() as undo:
         _apply(options, undo)
         for stock, ours in stand_ins.by_class().items():
-            put(undo, stock, "__init__", _becoming(stock, ours, options.layers))
-        put(undo, torch_norm.WrappedTorchNorm, "__new__", _ours_for_norms())
-        put(undo, MegatronModule, "__init__", _said(options.layers))
+            _become(undo, stock, ours, options.layers)
+        _build_norms(undo)
+        _say(undo, options.layers)
         _undo.push(undo.pop_all())
     install.log_at_exit()
 
@@ -104,22 +102,24 @@ def _apply(options: FluxOptions, undo: contextlib.ExitStack) -> None:
         else:
             undo.callback(os.environ.pop, name)
         os.environ[name] = value
-    put(undo, FluxColumnParallelLinear, "save_gathered", bool(options.save_gathered))
+    undo.callback(
+        setattr, FluxColumnParallelLinear, "save_gathered", FluxColumnParallelLinear.save_gathered
+    )
+    FluxColumnParallelLinear.save_gathered = bool(options.save_gathered)
     settings.reload()
 
 
-def _becoming(stock: type, ours: type, layers: tuple[str, ...] | None) -> Callable[..., None]:
-    original = vars(stock)["__init__"]
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        global made
+def _become(
+    undo: contextlib.ExitStack, stock: type, ours: type, layers: tuple[str, ...] | None
+) -> None:
+    @around(stock, "__init__", undo)
+    def becoming(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         name = _built(kwargs)
         chosen = not layers or name in layers
         if type(self) is not stock or not chosen or kwargs.get("is_expert"):
             original(self, *args, **kwargs)
             return
-        made += 1
+        autoload.made += 1
         if fp8.keeps(stock, kwargs["config"]):
             fp8.check(kwargs["config"])
             original(self, *args, **kwargs)
@@ -130,31 +130,24 @@ def _becoming(stock: type, ours: type, layers: tuple[str, ...] | None) -> Callab
                 vars(self)["beside"] = fp8.FIELDS
             ours.__init__(self, *args, **kwargs)  # type: ignore[misc]
 
-    return __init__
-
 
 def _built(kwargs: dict[str, Any]) -> str | None:
     """Which layer a constructor is called for."""
     return "head" if is_head(kwargs) else layer_of(kwargs.get("tp_comm_buffer_name"))
 
 
-def _ours_for_norms() -> Any:
-    original = vars(torch_norm.WrappedTorchNorm)["__new__"].__func__
-
-    @functools.wraps(original)
-    def __new__(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+def _build_norms(undo: contextlib.ExitStack) -> None:
+    @around(torch_norm.WrappedTorchNorm, "__new__", undo)
+    def built(original: Any, cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
         if config.normalization in NORMS:
             return FluxNorm(config, *args, **kwargs)
         return original(cls, config, *args, **kwargs)
 
-    return staticmethod(__new__)
 
-
-def _said(layers: tuple[str, ...] | None) -> Callable[..., None]:
-    """A constructor whose model says in its first forward which of its layers are ours: only then
-    the constructors of its classes are done, and adapters have wrapped its layers.
+def _say(undo: contextlib.ExitStack, layers: tuple[str, ...] | None) -> None:
+    """A model says in its first forward which of its layers are ours: only then the constructors of
+    its classes are done, and adapters have wrapped its layers.
     """
-    original = vars(MegatronModule)["__init__"]
 
     def say(model: Module, _: Any) -> None:
         hooks = model._forward_pre_hooks  # those of a copy have this one too
@@ -162,11 +155,9 @@ def _said(layers: tuple[str, ...] | None) -> Callable[..., None]:
             del hooks[key]
         coverage.say(coverage.layers_of([model], layers), [model])
 
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    @around(MegatronModule, "__init__", undo)
+    def saying(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if isinstance(self, language_module.LanguageModule):
             self.register_forward_pre_hook(say)
             adapters.watch(self)
-
-    return __init__

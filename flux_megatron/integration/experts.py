@@ -11,24 +11,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.extensions import transformer_engine_spec_provider
-from megatron.core.models import backends
-from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
 from flux_megatron.integration.expert_layers import OURS
+from flux_megatron.integration.replaced import put_everywhere
 
 
 def use() -> None:
     """Models built after this have our dispatcher and experts, where they would have had
     Megatron's all-to-all dispatcher and experts.
     """
-    moe_layer.MoEAlltoAllTokenDispatcher = FluxTokenDispatcher
-    for module in (backends, transformer_engine_spec_provider):
-        for name, experts in OURS.items():
-            if hasattr(module, name):
-                setattr(module, name, experts)
+    put_everywhere("MoEAlltoAllTokenDispatcher", FluxTokenDispatcher)
+    for name, experts in OURS.items():
+        put_everywhere(name, experts)
 
 
 class FluxTokenDispatcher(MoEAlltoAllTokenDispatcher):

@@ -16,14 +16,8 @@ from typing import Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-# what they name is found in their globals when a function is called
-OF_ATTENTION_AND_MLP = (
-    "megatron.core.models.T5.t5_spec",
-    "megatron.core.models.bert.bert_layer_specs",
-    "megatron.core.models.bert.bert_lm_head",  # which chooses a norm as they do
-    "megatron.core.models.multimodal.llava_spec",
-    "megatron.core.models.vision.vit_layer_specs",
-)
+from flux_megatron.integration import replaced
+
 # these are finished when they are imported, and have mixers of other kinds beside these layers
 HYBRID = (
     "megatron.core.models.mamba.mamba_layer_specs",
@@ -40,7 +34,9 @@ def use(replacements: Mapping[Any, Any], norm: Any = None, named: str | None = N
     """
     if named in HYBRID:
         importlib.import_module(named)
-    for name in (*OF_ATTENTION_AND_MLP, *HYBRID):
+    # what these name is found in their globals when a function of theirs is called
+    named_in = replaced.row("RowParallelLinear")
+    for name in (*named_in.where, *HYBRID):
         module = sys.modules.get(name)
         if module is None:
             continue
@@ -50,8 +46,8 @@ def use(replacements: Mapping[Any, Any], norm: Any = None, named: str | None = N
         for name, value in list(vars(module).items()):
             if isinstance(value, ModuleSpec):
                 substitute(value, here, names)
-            elif names is None and isinstance(value, type) and value in here:
-                setattr(module, name, here[value])
+            elif name in named_in.names and isinstance(value, type) and value in here:
+                replaced.put(module, name, here[value])
 
 
 def substitute(spec: Any, replacements: Mapping[Any, Any], names: Collection[str] | None) -> None:

@@ -6,12 +6,12 @@ of a layer with a norm for a norm's, which all ranks have, and know nothing of t
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
 
 from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
+from flux_megatron.integration.replaced import around
 
 ADAPTER = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
 DETECT = "_detect_parallelism_type"
@@ -24,9 +24,8 @@ def name_our_layers() -> None:
     except ImportError:
         return
     for kind in vars(adapter).values():
-        detect = vars(kind).get(DETECT) if isinstance(kind, type) else None
-        if detect is not None and not hasattr(detect, "knows_ours"):
-            setattr(kind, DETECT, _knowing_ours(detect))
+        if isinstance(kind, type) and DETECT in vars(kind):
+            around(kind, DETECT)(_knowing_ours)
 
 
 def parallelism_of(parameter: str, module: Any) -> str | None:
@@ -38,10 +37,7 @@ def parallelism_of(parameter: str, module: Any) -> str | None:
     return None
 
 
-def _knowing_ours(detect: Callable[..., str | None]) -> Callable[..., str | None]:
-    @functools.wraps(detect)
-    def knowing(self: Any, param_name: str, module: Any) -> str | None:
-        return parallelism_of(param_name, module) or detect(self, param_name, module)
-
-    knowing.knows_ours = True  # type: ignore[attr-defined]
-    return knowing
+def _knowing_ours(
+    detect: Callable[..., str | None], self: Any, param_name: str, module: Any
+) -> str | None:
+    return parallelism_of(param_name, module) or detect(self, param_name, module)

@@ -6,13 +6,11 @@ import atexit
 import contextlib
 import functools
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine
-from megatron.core.models import backends
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import transformer_block
 
@@ -40,6 +38,7 @@ from flux_megatron.integration.provider import (
     StockSpecProvider,
     te_can_run,
 )
+from flux_megatron.integration.replaced import around, put, put_everywhere
 from flux_megatron.integration.selection import layer_of, provider_of, replacements_by
 from flux_megatron.integration.specs import use_flux_output_layer
 from flux_megatron.overlap.report import report
@@ -47,7 +46,6 @@ from flux_megatron.versions.library import warn_of_untested
 from flux_megatron.versions.megatron_core import MEGATRON_CORE
 from flux_megatron.versions.transformer_engine import TRANSFORMER_ENGINE
 
-_PROVIDER = "TESpecProvider"
 _output_layer = contextlib.ExitStack()  # keeps the class of the LM head replaced
 
 
@@ -140,20 +138,14 @@ def _name_layers_as_userbuffers_do() -> None:
     as for the projection of multi-token prediction; another name, as in latent attention, ends
     overlap for all layers that are built later.
     """
-    wrapper = transformer_engine.TELinear
-    init = wrapper.__init__
-    if hasattr(init, "__wrapped__"):  # Megatron parses its arguments up to three times
-        return
 
-    @functools.wraps(init)
-    def named(self: Any, *args: Any, parallel_mode: str | None, **kwargs: Any) -> None:
+    @around(transformer_engine.TELinear, "__init__")
+    def named(init: Any, self: Any, *args: Any, parallel_mode: str | None, **kwargs: Any) -> None:
         name = layer_of(kwargs.get("tp_comm_buffer_name"))
         if name not in fp8_layers.NAMES:
             name = "fc2" if parallel_mode == "row" else "fc1"
         kwargs["tp_comm_buffer_name"] = name
         init(self, *args, parallel_mode=parallel_mode, **kwargs)
-
-    wrapper.__init__ = named
 
 
 def build_te_layers_from(provider: type[FluxTEProvider]) -> None:
@@ -162,9 +154,7 @@ def build_te_layers_from(provider: type[FluxTEProvider]) -> None:
     Its functions make a provider by the name in their own module, which each version has in other
     modules; whoever imports that name later finds it where it comes from.
     """
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.") and _PROVIDER in getattr(module, "__dict__", ()):
-            setattr(module, _PROVIDER, provider)
+    put_everywhere("TESpecProvider", provider)
     provide_wgrad_kernels()
 
 
@@ -173,10 +163,11 @@ def build_from(provider: type[StockSpecProvider]) -> None:
 
     Linear layers that stay stock can then fuse their weight gradients without apex.
     """
-    backends.LocalSpecProvider = gpt_layer_specs.LocalSpecProvider = provider
-    gpt_layer_specs.LNImpl = provider().layer_norm()
+    put_everywhere("LocalSpecProvider", provider)
+    put(gpt_layer_specs, "LNImpl", provider().layer_norm())
     # the final norm where all layers are alike: in Megatron it does not depend on their kind
-    transformer_block.LayerNormImpl = transformer_engine.TENorm if te_can_run() else FluxNorm
+    final = transformer_engine.TENorm if te_can_run() else FluxNorm
+    put(transformer_block, "LayerNormImpl", final)
     provide_wgrad_kernels()
 
 

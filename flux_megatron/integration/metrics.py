@@ -1,8 +1,6 @@
 """Metrics of overlap in Megatron-LM's log: a line after its own, and scalars in its writers.
 
-Megatron-LM's training loop finds `training_log` and `train_step` by their names in its module, in
-every version from 0.14 on, and these are wrapped there. So are the functions that `step_check` and
-`coverage` need.
+Megatron-LM's training loop finds the functions that are replaced by their names in its module.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from typing import Any
 
 from flux_megatron.integration.comparison import Comparison, alternate
 from flux_megatron.integration.coverage import count_layers
+from flux_megatron.integration.replaced import around
 from flux_megatron.integration.step_check import confirm_steps
 from flux_megatron.overlap.report import report
 
@@ -48,12 +47,11 @@ def _install(training: Any, compare: int | None, chosen: tuple[str, ...] | None)
 
 def log_with(training: Any, comparison: Comparison | None) -> None:
     """Let `training_log` of this module log our metrics too, when it logs."""
-    original = training.training_log
-    signature = inspect.signature(original)
+    signature = inspect.signature(training.training_log)
     log = MetricsLog(training, comparison)
 
-    @functools.wraps(original)
-    def training_log(*given: Any, **named: Any) -> Any:
+    @around(training, "training_log")
+    def logging_ours(original: Any, *given: Any, **named: Any) -> Any:
         result = original(*given, **named)
         log.iterations += 1
         arguments = signature.bind(*given, **named).arguments
@@ -63,8 +61,6 @@ def log_with(training: Any, comparison: Comparison | None) -> None:
         if first or iteration % training.get_args().log_interval == 0:
             log.write(iteration)
         return result
-
-    training.training_log = training_log
 
 
 class MetricsLog:

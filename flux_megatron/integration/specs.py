@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -11,14 +10,7 @@ from typing import Any
 from megatron.core.models.gpt import gpt_model
 
 from flux_megatron.integration.layers import FluxColumnParallelLinear
-
-WITH_HEADS = tuple(
-    f"megatron.core.models.{name}"
-    for name in (
-        "gpt.gpt_model", "T5.t5_model", "bert.bert_model", "mamba.mamba_model",
-        "hybrid.hybrid_model",
-    )
-)  # fmt: skip
+from flux_megatron.integration.replaced import put_everywhere
 
 
 @contextlib.contextmanager
@@ -30,10 +22,8 @@ def use_flux_output_layer() -> Iterator[None]:
     stay: its constructor finds its parent by that name.
     """
     ours = _Overlay(gpt_model.tensor_parallel, ColumnParallelLinear=FluxColumnParallelLinear)
-    with contextlib.ExitStack() as replaced:
-        for name in WITH_HEADS:
-            if name in sys.modules:
-                put(replaced, sys.modules[name], "tensor_parallel", ours)
+    with contextlib.ExitStack() as undo:
+        put_everywhere("tensor_parallel", ours, undo)
         yield
 
 
@@ -46,9 +36,3 @@ class _Overlay(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-def put(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Give a class or module this attribute until `undo` closes."""
-    undo.callback(setattr, owner, name, vars(owner)[name])
-    setattr(owner, name, value)

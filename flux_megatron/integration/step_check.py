@@ -7,38 +7,27 @@ the optimizer's step, and before a checkpoint is written.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
+from flux_megatron.integration.replaced import around
 from flux_megatron.symm.step import confirm_step
 
 
 def confirm_steps(training: Any) -> None:
-    """Let `train_step` and `save_checkpoint` of the module megatron.training.training check first.
+    """Let `train_step` and `save_checkpoint` of megatron.training.training check first."""
+    signature = inspect.signature(training.train_step)
 
-    Both are found by these names in every version from 0.14 on.
-    """
-    original = training.train_step
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def train_step(*given: Any, **named: Any) -> Any:
+    @around(training, "train_step")
+    def stepping(original: Callable[..., Any], *given: Any, **named: Any) -> Any:
         optimizer = signature.bind(*given, **named).arguments["optimizer"]
-        if not hasattr(optimizer.step, "confirmed"):
-            optimizer.step = _confirmed(optimizer.step)
+        around(optimizer, "step")(_confirmed)
         return original(*given, **named)
 
-    training.train_step = train_step
-    training.save_checkpoint = _confirmed(training.save_checkpoint)
+    around(training, "save_checkpoint")(_confirmed)
 
 
-def _confirmed(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def confirmed(*given: Any, **named: Any) -> Any:
-        confirm_step()
-        return function(*given, **named)
-
-    confirmed.confirmed = True  # type: ignore[attr-defined]
-    return confirmed
+def _confirmed(original: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    confirm_step()
+    return original(*given, **named)

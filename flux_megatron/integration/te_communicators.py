@@ -12,7 +12,6 @@ its scales are: NCCL would take SMs from the GEMM of dx.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -234,11 +233,3 @@ def grad_output_preprocess(ctx: Any, dy: Tensor, row: bool, quantizer: Any) -> A
     if row and ctx.ub_overlap_ag and isinstance(quantizer, base.Float8BlockQuantizer):
         quantizer.set_usage(columnwise=ctx.requires_wgrad)
     return _preprocess(ctx, dy, row, quantizer)
-
-
-def use(modules: Iterable[Any]) -> None:
-    """`fill`, `gather` and `grad_output_preprocess` in these modules of TE's."""
-    for module in modules:
-        module.fill_userbuffers_buffer_for_all_gather = fill
-        module.gather_along_first_dim = gather
-    base.TransformerEngineBaseModule.grad_output_preprocess = staticmethod(grad_output_preprocess)

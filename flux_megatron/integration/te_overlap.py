@@ -22,10 +22,11 @@ import torch.distributed as dist
 import transformer_engine_torch as tex
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from transformer_engine.pytorch.module import base, layernorm_linear, layernorm_mlp, linear
+from transformer_engine.pytorch.module import base, linear
 
 from flux_megatron import ops
 from flux_megatron.integration import arm, coverage, te_communicators
+from flux_megatron.integration.replaced import put, put_everywhere
 from flux_megatron.integration.selection import layer_of
 from flux_megatron.integration.te_communicators import Communicator, Communicators
 from flux_megatron.scaling import BLOCK, E4M3, E5M2, Scaling, scales_of
@@ -211,9 +212,9 @@ def use(group: Callable[[], ProcessGroup], layers: Collection[str] | None = None
     """
 
     def initialize_ub(*_: Any, **__: Any) -> None:
-        base._ub_communicators = Communicators(group())
+        put(base, "_ub_communicators", Communicators(group()))
 
-    base.initialize_ub = initialize_ub
+    put(base, "initialize_ub", initialize_ub)
     _stand_in(layers)
 
 
@@ -222,7 +223,7 @@ def name_for(name: str, group: ProcessGroup) -> str:
     initialised those.
     """
     if not isinstance(base._ub_communicators, Communicators):
-        base._ub_communicators = Communicators(None)
+        put(base, "_ub_communicators", Communicators(None))
         _stand_in(None)
     base._ub_communicators.clear()  # of groups that have ended
     return f"{ops.name_of(group)}/{name}"
@@ -230,10 +231,11 @@ def name_for(name: str, group: ProcessGroup) -> str:
 
 def _stand_in(layers: Collection[str] | None) -> None:
     coverage.overlapped_otherwise = overlaps
-    te_communicators.use((base, linear, layernorm_linear, layernorm_mlp))
-    for module in (linear, layernorm_linear, layernorm_mlp):
-        module.general_gemm = general_gemm
-        module.assert_dim_for_fp8_exec = assert_dim_for_fp8_exec
-    for of_te in (linear.Linear, layernorm_linear.LayerNormLinear):
-        for name in _FLAGS:
-            setattr(of_te, name, _Flag(name, layers))
+    put_everywhere("general_gemm", general_gemm)
+    put_everywhere("assert_dim_for_fp8_exec", assert_dim_for_fp8_exec)
+    put_everywhere("fill_userbuffers_buffer_for_all_gather", te_communicators.fill)
+    put_everywhere("gather_along_first_dim", te_communicators.gather)
+    preprocess = staticmethod(te_communicators.grad_output_preprocess)
+    put_everywhere("grad_output_preprocess", preprocess)
+    for name in _FLAGS:
+        put_everywhere(name, _Flag(name, layers))

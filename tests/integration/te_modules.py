@@ -360,6 +360,7 @@ def install() -> None:
         f"{_PACKAGE}.linear", general_gemm=general_gemm, Linear=Linear,
         assert_dim_for_fp8_exec=assert_dim_for_fp8_exec,
         gather_along_first_dim=gather_along_first_dim,
+        fill_userbuffers_buffer_for_all_gather=fill_userbuffers_buffer_for_all_gather,
     )  # fmt: skip
     other = type("LayerNormLinear", (Linear,), {})
     norm = _module(f"{_PACKAGE}.layernorm_linear", LayerNormLinear=other)

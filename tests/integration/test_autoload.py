@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from ranks import FUSED, on_cpu_ranks
 
 import flux_megatron
-from flux_megatron.integration import autoload, enabling, install, requirements
+from flux_megatron.integration import autoload, install, requirements
 from flux_megatron.integration.cpu_device import pretend_cuda
 from flux_megatron.overlap.report import note_call
 
@@ -173,7 +173,7 @@ def test_a_model_with_groups_of_its_own(rank, way):
         return [y, *(parameter.grad for parameter in model.parameters())]
 
     expected = trained(build())
-    autoload.arm()
+    autoload.arm(flux_megatron.enable)
     if way == "enable":  # the program's own word is stronger
         flux_megatron.enable(layers=["qkv"], strict=False)
     if way == "disable":
@@ -183,7 +183,7 @@ def test_a_model_with_groups_of_its_own(rank, way):
     assert sbs.ours(model) == ours
     assert sbs.ours(build()) == ours
     torch.testing.assert_close(trained(model), expected, rtol=0, atol=post.BOUND)
-    assert (enabling.made, len(flux_megatron.report().models)) == (2 * len(ours), bool(ours))
+    assert (autoload.made, len(flux_megatron.report().models)) == (2 * len(ours), bool(ours))
     assert not parallel_state.model_parallel_is_initialized()
     flux_megatron.disable()
     assert sbs.ours(build()) == set()

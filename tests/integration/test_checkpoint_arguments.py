@@ -9,7 +9,7 @@ import types
 import pytest
 from test_requirements import add_megatron_arguments, megatron  # noqa: F401, a fixture
 
-from flux_megatron.integration import checkpoint_arguments, install, spec_argument
+from flux_megatron.integration import checkpoint_arguments, install, replaced, spec_argument
 from flux_megatron.integration.flags import add_flux_arguments
 
 
@@ -21,7 +21,7 @@ def load(megatron, monkeypatch):  # noqa: F811
         vars(args).update(saved)
         return args, "those of the checkpoint"
 
-    modules = [types.ModuleType(name) for name in checkpoint_arguments.MODULES]
+    modules = [types.ModuleType(name) for name in replaced.row(checkpoint_arguments.LOADS).where]
     for module in modules:
         module.load_args_from_checkpoint = load_args_from_checkpoint
         monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -6,24 +6,14 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
 from flux_megatron import command_errors, option_values
 from flux_megatron.errors import BadInput
+from flux_megatron.lab.generate.request import Request, check_prompts
 from flux_megatron.versions import megatron_core
-
-MOST_PROMPTS = 64  # rows of a decoding step for which `low_latency` is chosen unmeasured
-
-
-class Request(NamedTuple):
-    """What is decoded, by one arm after another: "flux", "stock"."""
-
-    checkpoint: Path
-    prompts: list[str]
-    tokens: int
-    arms: tuple[str, ...] = ("flux",)
 
 
 def generate(
@@ -43,7 +33,7 @@ def generate(
     if "RANK" in os.environ:
         raise BadInput("RANK is set: generate starts its own ranks, run it without torchrun")
     config, folder = _trained(option_values.absolute(checkpoint), tp)
-    _check_prompts(prompt, tokens, config.model.seq_length)
+    check_prompts(prompt, tokens, config.model.seq_length)
     if json_ is not None:
         option_values.json_target(json_)
     request = Request(folder, prompt, tokens, ("flux", "stock") if compare else ("flux",))
@@ -90,20 +80,6 @@ def _trained(folder: Path, tp: int | None) -> tuple[Any, Path]:
         return config.TrainConfig.model_validate(changed), found
     except ValidationError as error:
         raise BadInput(f"--tp {tp} given: {schema.said(error)}") from None
-
-
-def _check_prompts(prompts: list[str], tokens: int, most: int) -> None:
-    if len(prompts) > MOST_PROMPTS:
-        raise BadInput(f"{len(prompts)} prompts given, at most {MOST_PROMPTS} expected")
-    try:
-        longest = max(1, *(len(prompt.encode()) for prompt in prompts))  # none: end of document
-    except UnicodeEncodeError as error:
-        raise BadInput(f"--prompt is no text: {error}") from None
-    if longest + tokens > most:
-        raise BadInput(
-            f"a prompt of {longest} tokens and --tokens {tokens} given, {most} together at most "
-            "expected, the model.seq_length of the checkpoint"
-        )
 
 
 def _rank(config: Any, request: Request, device: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
-from flux_megatron.lab.generate.commands import Request
+from flux_megatron.lab.generate.request import Request
 from flux_megatron.lab.train.checkpoint import load_weights
 from flux_megatron.lab.train.config import TrainConfig
 from flux_megatron.lab.train.model import gpt_model, transformer_config

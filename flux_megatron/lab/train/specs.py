@@ -7,13 +7,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.core.models import backends
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from flux_megatron.integration.norm import FluxNorm
 from flux_megatron.integration.provider import FluxSpecProvider, StockSpecProvider
-from flux_megatron.integration.specs import put
+from flux_megatron.integration.replaced import put_everywhere
 
 PROVIDERS = {"flux": FluxSpecProvider, "stock": StockSpecProvider}
 
@@ -47,8 +46,6 @@ def local_spec_from(layers: str) -> Iterator[None]:
     """
     if layers not in PROVIDERS:
         raise ValueError(f"layers is {layers!r}, one of {sorted(PROVIDERS)} expected")
-    with contextlib.ExitStack() as replaced:
-        for module in (backends, gpt_layer_specs):
-            if hasattr(module, "LocalSpecProvider"):
-                put(replaced, module, "LocalSpecProvider", PROVIDERS[layers])
+    with contextlib.ExitStack() as undo:
+        put_everywhere("LocalSpecProvider", PROVIDERS[layers], undo)
         yield

@@ -1,0 +1,85 @@
+"""What we replace in modules and classes of others while a process runs: the table `replaced.tsv`.
+
+`put`, `put_everywhere` and `around` do it, and refuse a name that is not in the table. The
+stand-ins for a GPU in try-outs on the CPU (`cpu_device`, `cpu_pretrain`) are not in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FILE = Path(__file__).with_name("replaced.tsv")
+
+
+class Row(NamedTuple):
+    """`where`: modules, or classes as module:class."""
+
+    names: tuple[str, ...]
+    where: tuple[str, ...]
+    asked_by: str
+    releases: str
+    test: str
+    why: str
+
+
+@functools.cache
+def table() -> tuple[Row, ...]:
+    lines = FILE.read_text(encoding="utf-8").splitlines()[1:]
+    cells = [line.split("\t") for line in lines]
+    return tuple(Row(tuple(one[0].split()), tuple(one[1].split()), *one[2:]) for one in cells)
+
+
+def row(name: str) -> Row:
+    """The first one with this name."""
+    found = next((row for row in table() if name in row.names), None)
+    assert found is not None, f"{name}: no row of {FILE.name} has it"
+    return found
+
+
+def put_everywhere(name: str, value: Any, undo: contextlib.ExitStack | None = None) -> None:
+    """In the places of the name's first row that are loaded, where modules have such a name."""
+    for place in row(name).where:
+        pattern, _, kind = place.partition(":")
+        for loaded in fnmatch.filter(list(sys.modules), pattern):
+            module = sys.modules[loaded]
+            if kind or name in getattr(module, "__dict__", ()):
+                put(getattr(module, kind) if kind else module, name, value, undo)
+
+
+def put(owner: Any, name: str, value: Any, undo: contextlib.ExitStack | None = None) -> None:
+    """Give a class or module this attribute, until `undo` closes."""
+    row(name)
+    if undo is not None:
+        undo.callback(setattr, owner, name, vars(owner)[name])
+    setattr(owner, name, value)
+
+
+def around(
+    owner: Any, name: str, undo: contextlib.ExitStack | None = None
+) -> Callable[[Callable[..., Any]], None]:
+    """Decorates what is called in place of a function, with that function before its arguments.
+
+    Where it is around already, nothing changes: Megatron parses its arguments up to three times.
+    """
+
+    def put_around(ours: Callable[..., Any]) -> None:
+        original = now = getattr(owner, name)
+        while now is not None:
+            if getattr(now, "code_around", None) is ours.__code__:
+                return
+            now = getattr(now, "__wrapped__", None)
+
+        @functools.wraps(original)
+        def replacement(*given: Any, **named: Any) -> Any:
+            return ours(original, *given, **named)
+
+        replacement.code_around = ours.__code__  # type: ignore[attr-defined]
+        put(owner, name, replacement, undo)
+
+    return put_around

@@ -1,0 +1,104 @@
+"""`replaced.tsv` against what happens: all that we replace in Megatron, and nothing else."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from ranks import on_cpu_ranks
+
+import flux_megatron
+from flux_megatron.integration import autoload, install, replaced
+from flux_megatron.integration.cpu_device import pretend_cuda
+from flux_megatron.integration.flags import FluxOptions
+
+HERE = Path(__file__).parent
+# found where the rows' own tests bring Megatron's loop or TransformerEngine
+ELSEWHERE = ("megatron.training.", "transformer_engine.", "megatron.core.distributed.fsdp.")
+WAYS_IN = {"--flux-overlap", "--flux-experts"}
+Attributes = dict[tuple[str, str], Any]
+
+
+def core() -> Attributes:
+    """Every attribute of megatron-core's modules, and of the classes that they define."""
+    found: Attributes = {}
+    for module in [one for name, one in sys.modules.items() if name.startswith("megatron.core")]:
+        if not isinstance(module, ModuleType):
+            continue
+        for name, value in list(vars(module).items()):
+            found[module.__name__, name] = value
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                place = f"{module.__name__}:{value.__qualname__}"
+                found |= {(place, inner): one for inner, one in vars(value).items()}
+    return found
+
+
+def changed(before: Attributes) -> set[tuple[str, str]]:
+    now = core()
+    return {key for key in before.keys() & now.keys() if now[key] is not before[key]}
+
+
+def rows_of(place: str, name: str) -> list[replaced.Row]:
+    return [
+        row
+        for row in replaced.table()
+        if name in row.names and any(fnmatch(place, pattern) for pattern in row.where)
+    ]
+
+
+def load_all_places() -> None:
+    for place in {one.partition(":")[0] for row in replaced.table() for one in row.where}:
+        if place.startswith("megatron.core."):
+            with contextlib.suppress(ModuleNotFoundError):  # of another release
+                importlib.import_module(place)
+
+
+@on_cpu_ranks(1)
+def test_what_is_replaced_is_what_the_table_says(rank):
+    pretend_cuda()
+    load_all_places()
+    before = core()
+    install.install(FluxOptions(experts=True))
+    install.install(FluxOptions(experts=True), of_te=True)
+    launched = changed(before)
+    between = core()
+    autoload.arm(flux_megatron.enable)
+    assert changed(between) == {
+        ("megatron.core.parallel_state", "initialize_model_parallel"),
+        ("megatron.core.transformer.module:MegatronModule", "__init__"),
+    }
+    assert autoload._watch not in sys.meta_path, "it has seen all that it waits for"
+    flux_megatron.enable()
+    enabled = changed(between)
+    flux_megatron.disable()
+    assert not changed(between)
+    for keys, ways in ((launched, WAYS_IN), (enabled, {"enable"})):
+        found = {key: [r for r in rows_of(*key) if ways & {*r.asked_by.split()}] for key in keys}
+        assert [key for key, rows in found.items() if not rows] == []
+        expected = {
+            row
+            for row in replaced.table()
+            if ways & {*row.asked_by.split()} and row.where[0].startswith("megatron.")
+            and not row.where[0].startswith(ELSEWHERE)
+        }  # fmt: skip
+        assert expected <= {row for rows in found.values() for row in rows}
+
+
+def test_a_name_without_a_row_is_not_replaced():
+    with pytest.raises(AssertionError, match="brand_new: no row of replaced"):
+        replaced.put(install, "brand_new", None)
+
+
+@pytest.mark.parametrize("row", replaced.table(), ids=lambda row: row.names[0])
+def test_every_row_has_its_test(row):
+    file, _, name = row.test.partition("::")
+    tree = ast.parse((HERE / file).read_text())
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert row.why
