@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import struct
 import subprocess
 import sys
 import threading
@@ -13,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flux_megatron.kernels import triton_launch
+from flux_megatron.kernels import triton_launch, triton_private
 from flux_megatron.kernels.launch import has_whole_units
 from flux_megatron.problem import Tile
 
@@ -165,3 +167,26 @@ def test_a_kernel_on_disk_is_found_whatever_was_compiled_before_it():
 def test_kernels_compiled_ahead_have_the_type_of_any_time_limit():
     """Triton would give a limit below 2.1 s, in nanoseconds, another type and other code."""
     assert {*kernel_keys(1)["limits"].values()} == {"i64"}
+
+
+def test_what_notices_a_change_of_triton_is_there():
+    """Each row of private names has a test."""
+    rows = (triton_private.__doc__ or "").replace("\\\n", "").splitlines()
+    rows = [row for row in rows if row.startswith("| ") and "private name" not in row][1:]
+    assert len(rows) > 5
+    for row in rows:
+        (name,) = re.findall(r"`([\w/]*test_\w+\.py)`", row)
+        assert (Path(__file__).parent / name).is_file(), name
+
+
+class Made:
+    """An object whose last field has 128 bytes: addresses of what its slots hold."""
+
+    __slots__ = tuple("abcdefghijklmnop")
+
+
+def test_the_last_field_of_an_object_is_read():
+    made, values = Made(), [object() for _ in Made.__slots__]
+    for name, value in zip(Made.__slots__, values, strict=True):
+        setattr(made, name, value)
+    assert triton_private.bytes_of(made) == struct.pack("16Q", *map(id, values))

@@ -8,20 +8,18 @@ or this Triton makes descriptors in another way, there is no such launch, and th
 
 from __future__ import annotations
 
-import ctypes
-import inspect
 import struct
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
+from flux_megatron.kernels import triton_private
 from flux_megatron.symm import enqueue
 from flux_megatron.symm.enqueue import Operand
 from flux_megatron.symm.lru_cache import LRUCache
 
 _CODES = {"i32": "I", "u32": "I", "i64": "Q", "u64": "Q"}  # of struct
 _MAP = "128s"  # of a descriptor, which lies at a multiple of its size, as all do
-_SIZE_OF = {"I": 4, "Q": 8, _MAP: 128}
+_SIZE_OF = {"I": 4, "Q": 8, _MAP: triton_private.MAP_BYTES}
 # how operands go into parameters, as in enqueue.c; constexprs are none
 _WORD, _ADDRESS, _DESCRIPTOR, _NONE = range(4)
 
@@ -118,24 +116,9 @@ def _described(descriptor: Any, meta: Any, address: int) -> tuple[Any, ...]:
     """
     key = (*descriptor.kind, id(meta))  # a kernel that is compiled stays
     if (found := _known.get(key)) is None:
-        make, count = _maker()
-        made, *sizes = make(*(descriptor.at(address), meta, None)[:count])
-        found = _known[key] = (_bytes_of(made), *sizes)
+        made, *sizes = triton_private.described(descriptor.at(address), meta)
+        found = _known[key] = (triton_private.bytes_of(made), *sizes)
     return found
 
 
 _known: LRUCache[tuple[Any, ...], tuple[Any, ...]] = LRUCache(4096)
-
-
-@cache
-def _maker() -> tuple[Any, int]:
-    """What makes them, and how many arguments it takes."""
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
-    return make_tensordesc_arg, len(inspect.signature(make_tensordesc_arg).parameters)
-
-
-def _bytes_of(made: Any) -> bytes:
-    """What Triton's object of a descriptor holds: its last field."""
-    behind = id(made) + type(made).__basicsize__
-    return ctypes.string_at(behind - _SIZE_OF[_MAP], _SIZE_OF[_MAP])

@@ -1,5 +1,4 @@
-"""How a kernel is launched. It uses what Triton keeps private, as `native_launch` and
-`symm.enqueue` do and no other file; in which versions it may, `versions.triton` says.
+"""How a kernel is launched. It uses what Triton keeps private, which `triton_private` lists.
 
 | Triton | a compiled kernel is launched by |
 | --- | --- |
@@ -11,12 +10,10 @@
 from __future__ import annotations
 
 import ast
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -24,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from flux_megatron.kernels import native_launch
+from flux_megatron.kernels import native_launch, triton_private
 from flux_megatron.problem import Tile
 from flux_megatron.symm.enqueue import Operand
 from flux_megatron.symm.lru_cache import LRUCache
@@ -307,7 +304,7 @@ def _direct_launch(compiled) -> Callable[..., None] | None:
     metas = getattr(compiled.metadata, "tensordesc_meta", None)
     if not metas or run_expands_descriptors():
         return launch
-    behind = _behind(run)
+    behind = triton_private.launcher_behind(run)
     how = (run.launch_cooperative_grid, run.launch_pdl)
     scratch_bytes, alignment = run.global_scratch_size, run.global_scratch_align
 
@@ -325,18 +322,10 @@ def _direct_launch(compiled) -> Callable[..., None] | None:
     return launch_expanded
 
 
-@lru_cache(maxsize=1024)
-def _behind(run):
-    """The launcher that takes descriptors expanded."""
-    return inspect.getclosurevars(run.launch).nonlocals["launcher"]
-
-
 def _expanded(descriptor, meta) -> list:
     """What Triton 3.6 makes of a host descriptor at every launch; kept, because it takes 3 us."""
     if not hasattr(descriptor, "expanded"):
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        descriptor.expanded = make_tensordesc_arg(descriptor, meta)
+        descriptor.expanded = triton_private.described(descriptor, meta)
     return descriptor.expanded
 
 
