@@ -1,5 +1,13 @@
 """FLUX: communication tiles inside one GEMM kernel. AG+GEMM waits per tile in the prologue, GEMM+RS
 scatters in the epilogue.
+
+    AG+GEMM, rank r
+    caller's stream   one kernel: tiles of local rows | each tile of r+1: wait [A] of its rows | ...
+    copy engine       x to r-1 tile by tile, a signal [A] behind each | to r-2 | ...
+
+    GEMM+RS, rank r
+    caller's stream   one kernel: tiles of r+1 are stored there, signal [B] | of r+2 | ... | of r
+                      one kernel: wait [B] of all, sum
 """
 
 from __future__ import annotations

@@ -4,6 +4,12 @@ It differs from `fused` in who moves tiles. Large problems leave it to the copy 
 stores of the SMs into a peer's memory disturb the GEMM; small ones let a spare warp of the kernel
 do it, because a copy engine takes 10 us to begin (`Plan.transport`).
 
+    AG+GEMM, rank r: as `fused`; a producer warp waits [A] and loads, others multiply
+    GEMM+RS, rank r, by the copy engine
+    caller's stream   one kernel: tiles of r+1 count [D] | of r+2 | ... | of r: wait [B], add, store
+    copy engine       wait [D] of a few tiles, copy them to r+1, signal [B] | ...
+    by the SMs        the kernel's store warp copies each tile to its owner, signal [B]
+
 The kernels' own files are imported when they are called: they need Gluon, which older versions of
 Triton lack, as `supports` says.
 """

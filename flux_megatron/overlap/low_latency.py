@@ -3,6 +3,10 @@
 No copy engine, no signal and no barrier: every word of data carries the epoch of its call, so a
 gather or a reduce-scatter costs one trip of the data, an all-reduce one or two. Eager and captured
 calls are the same call.
+
+    AG+GEMM           one kernel: store x at every rank | read the words of every rank, multiply
+    GEMM+RS           one kernel: multiply, store parts at their owners | read those of all, add
+    GEMM+AR           the same with parts at every rank; in two phases owners store sums once more
 """
 
 from __future__ import annotations

@@ -7,6 +7,14 @@ longer: two in AG+GEMM are the local shard and all remote shards. One in GEMM+RS
 behind later work, such as wgrad; one in AG+GEMM hides nothing, but reads the weight once, and the
 copy engines gather without an SM.
 
+    AG+GEMM, rank r
+    caller's stream   GEMM of local rows | wait [A] of r+1, GEMM | wait [A] of r+2, GEMM | ...
+    copy engine       x to r-1, signal [A] | x to r-2, signal [A] | ...
+
+    GEMM+RS, rank r
+    caller's stream   GEMM for r+1 | GEMM for r+2 | ... | GEMM for r | wait [B] of all, sum
+    copy engine                      sums to r+1, signal [B] | to r+2, signal [B] | ...
+
 FP8 is the library's GEMM too. Blockwise scales of x travel with its rows, a matrix a rank; those of
 a chunk of rows have gaps in that, so a GEMM of one gets a copy, 1/32 of its rows' bytes.
 """

@@ -2,6 +2,11 @@
 baseline of all other strategies.
 
 Backward hides its collectives behind the other GEMM, as Megatron does: both start asynchronously.
+
+    AG+GEMM           all-gather of x | GEMM
+    GEMM+RS           GEMM | reduce-scatter
+    row backward      all-gather of dy | dgrad | wgrad
+    column backward   all-gather of x, beside it dgrad | reduce-scatter of dx, beside it wgrad
 """
 
 from __future__ import annotations
