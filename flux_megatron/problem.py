@@ -6,7 +6,7 @@ It imports no torch: configs and cost models use it too.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -119,29 +119,40 @@ class Tile:
 
 TRANSPORTS = ("copy_engine", "sm")
 MAX_GROUPS = 16  # wave groups of one GEMM
+# What a plan of each strategy has beside its name.
+FIELDS = {
+    "hopper": ("comm_rows", "tile", "k_parts", "transport"),
+    "fused": ("comm_rows", "tile"),
+    "pipelined": ("comm_rows", "gemms"),
+    "low_latency": ("tile", "k_parts", "two_phase"),
+    "signalled": ("tile", "group_rows", "bands", "comm_sms"),
+    "sequential": (),
+}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A strategy and its numbers.
+    """A strategy and its numbers (`FIELDS`); others are refused.
 
     `comm_rows` is the communication tile: rows of a shard per transfer and signal, 0 for the whole
-    shard. `splits` is the number of library GEMMs of `pipelined`, 0 for one a shard; at most so
-    many bands of experts have the all-to-alls of `signalled`. Into so many parts `low_latency` cuts
-    K, and `hopper` the K of rows that it gathers, whose communication tiles are parts of all rows
-    of a shard then; 0 for one. `transport` names what moves the results of `hopper`: "copy_engine"
-    or "sm", the SMs. `two_phase` lets one owner add up each tile of GEMM+AR by `low_latency`,
-    instead of every rank.
+    shard. `tile` is that of the kernel. `k_parts`: K is cut into so many, 0 for one; `hopper` cuts
+    rows that it gathers, whose communication tiles are parts of all rows of a shard then.
+    `transport` names what moves the results of `hopper`: "copy_engine" or "sm", the SMs. `gemms`
+    are the library GEMMs of `pipelined`, 0 for one a shard. `two_phase` lets one owner add up each
+    tile of GEMM+AR by `low_latency`, instead of every rank.
 
     `group_rows` are the rows of a shard, in GEMM+AR of y, in each wave group of `signalled`, one
-    after another; the rest is one more group. `comm_sms` SMs are left to its collectives, 0: they
-    run on the group's own communicator, and the GEMM takes all SMs.
+    after another; the rest is one more group. At most so many `bands` of experts have its
+    all-to-alls. `comm_sms` SMs are left to its collectives, 0: they run on the group's own
+    communicator, and the GEMM takes all SMs.
     """
 
     strategy: str
     comm_rows: int = 0
     tile: Tile = Tile()
-    splits: int = 0
+    gemms: int = 0
+    k_parts: int = 0
+    bands: int = 0
     transport: str = "copy_engine"
     two_phase: bool = False
     group_rows: tuple[int, ...] = ()
@@ -151,10 +162,19 @@ class Plan:
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport {self.transport!r} given, one of {TRANSPORTS} expected")
-        if min(self.comm_rows, self.splits) < 0:
-            raise ValueError(
-                f"comm_rows {self.comm_rows}, splits {self.splits} given, 0 or more expected"
-            )
+        given = {
+            one.name: getattr(self, one.name) for one in fields(self) if one.name != "strategy"
+        }
+        own = FIELDS.get(self.strategy, tuple(given))  # of an unknown name `dispatch` tells
+        defaults = {one.name: one.default for one in fields(self)}
+        for name, value in given.items():
+            if name not in own and value != defaults[name]:
+                raise ValueError(
+                    f"{name} {value} given for {self.strategy}, which has "
+                    f"{', '.join(own) or 'no numbers'}"
+                )
+        if min(counts := (self.comm_rows, self.gemms, self.k_parts, self.bands)) < 0:
+            raise ValueError(f"comm_rows, gemms, k_parts, bands {counts} given, 0 or more expected")
         if len(self.group_rows) >= MAX_GROUPS or min(self.group_rows, default=1) < 1:
             raise ValueError(
                 f"group_rows {self.group_rows} given, at most {MAX_GROUPS - 1} sizes above 0 "
@@ -173,7 +193,7 @@ class Plan:
 
         # every call looks its program up by its plan: .1 us in place of .6. Numbers alone, because
         # the hash of a text is another one in a process that this plan is sent to
-        numbers = self.comm_rows, self.splits, self.comm_sms, *self.group_rows
+        numbers = *counts, self.comm_sms, *self.group_rows
         object.__setattr__(self, "_hash", hash((*numbers, *powers, tile.num_stages)))
 
     def __hash__(self) -> int:
@@ -182,14 +202,20 @@ class Plan:
     @lru_cache(maxsize=1024)  # noqa: B019, a plan is a value
     def dumps(self) -> str:
         """The plan as JSON, for caches and for operators that take only text."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(own_fields(asdict(self)), sort_keys=True)
 
     @staticmethod
     def loads(text: str) -> Plan:
         """`TypeError` for a field that there is not."""
-        fields = json.loads(text)
-        tile, group_rows = fields.pop("tile", {}), fields.pop("group_rows", ())
-        return Plan(**fields, tile=Tile(**tile), group_rows=tuple(group_rows))
+        given = json.loads(text)
+        tile, group_rows = given.pop("tile", {}), given.pop("group_rows", ())
+        return Plan(**given, tile=Tile(**tile), group_rows=tuple(group_rows))
+
+
+def own_fields(plan: dict[str, Any]) -> dict[str, Any]:
+    """Of all fields of a plan those that its strategy has."""
+    own = ("strategy", *FIELDS.get(plan["strategy"], plan))
+    return {name: value for name, value in plan.items() if name in own}
 
 
 def plan_text(plan: Plan | None) -> str:

@@ -17,7 +17,7 @@ from flux_megatron import ops
 from flux_megatron.kernels.hopper_config import DEEP, LOW, TILES
 from flux_megatron.lab import reference
 from flux_megatron.patterns import Pattern
-from flux_megatron.problem import Plan, Tile
+from flux_megatron.problem import Plan, Tile, own_fields
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _other_tiles(K: int) -> list[Case]:
     in_parts = [
         Case(
             "ag_gemm", M_shard, 520, K + 1024, dtype=torch.bfloat16, kept=0.15, layout=layout,
-            plan=Plan("hopper", tile=tile, splits=splits),
+            plan=Plan("hopper", tile=tile, k_parts=splits),
         )
         for tile, M_shard, layout, splits in ((DEEP, 200, "nt", 4), (LOW[1], 64, "nn", 3))
     ]  # fmt: skip
@@ -139,6 +139,11 @@ def call(case: Case, given: Operands, group: ProcessGroup) -> Tensor:
         bias = given.bias[r].to(DEVICE) if given.bias else None
         return ops.all_gather_gemm(x, w, group, bias=bias, layout=case.layout, plan=case.plan)
     return ops.gemm_reduce_scatter(x, w, group, layout=case.layout, plan=case.plan)
+
+
+def plan_of(strategy: str, **numbers: object) -> Plan:
+    """With those of the numbers that the strategy has."""
+    return Plan(**own_fields({"strategy": strategy, **numbers}))
 
 
 def check(case: Case, group: ProcessGroup | None = None) -> None:

@@ -12,6 +12,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from cases import plan_of
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
@@ -118,7 +119,7 @@ def test_growth_frees_the_memory_before(rank, kind, name):
     space = workspace(dist.group.WORLD, here())
     begins(rank, kind, 5000)
     x, w = (torch.ones(*shape, device=DEVICE) for shape in ((6, 16), (16, 16)))
-    ops.all_gather_gemm(x, w, dist.group.WORLD, plan=Plan(name, tile=Tile(16, 16, 16)))
+    ops.all_gather_gemm(x, w, dist.group.WORLD, plan=plan_of(name, tile=Tile(16, 16, 16)))
     (channel,) = (one for one in space.channels.values() if type(one) is kind)
     assert space.programs
     region = channel._regions[0]

@@ -18,12 +18,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import ON_HOPPER
+from cases import ON_HOPPER, plan_of
 from ranks import DEVICE, on_device, run_ranks
 
 import flux_megatron
 from flux_megatron.overlap import calls
-from flux_megatron.problem import Plan, Tile
+from flux_megatron.problem import Tile
 from flux_megatron.symm import cpu_backend
 from flux_megatron.symm.workspace import workspaces
 
@@ -84,7 +84,7 @@ def chains(rank: int, strategy: str, pattern: str, deeper: bool = False) -> list
     x = torch.ones(rows, 512, dtype=torch.bfloat16 if ON_HOPPER else torch.float32, device=DEVICE)
     w = torch.ones(128, 512, dtype=x.dtype, device=DEVICE)
     tile = Tile(128, 256, 64, num_stages=3, tma=True) if strategy == "hopper" else Tile(64, 64, 64)
-    call, plan = OPERATIONS[pattern], Plan(strategy, tile=tile)
+    call, plan = OPERATIONS[pattern], plan_of(strategy, tile=tile)
     found: set[tuple[str, ...]] = set()
 
     def entered(frame: FrameType, event: str, argument: object) -> None:

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, call, check, operands
+from cases import Case, call, check, operands, plan_of
 from closeness import assert_exact
 from ranks import DEVICE, FUSED, be_late, here, on_device_ranks
 
@@ -109,7 +109,7 @@ def test_no_rank_grows_before_all_have_come(rank):
 @on_device_ranks(2)
 def test_epochs_cross_the_wrap(rank, pattern, strategy, start):
     """Every slot of the pads announces call `start`, as it would after that many calls."""
-    case = Case(pattern, 20, 5, 4, plan=Plan(strategy, comm_rows=7, tile=Tile(16, 16, 16)))
+    case = Case(pattern, 20, 5, 4, plan=plan_of(strategy, comm_rows=7, tile=Tile(16, 16, 16)))
     check(case)
     channel = channel_of(pattern)
     dist.barrier()

@@ -99,7 +99,7 @@ def test_a_mark_is_of_a_code_and_its_sources(cache):
 
 def test_a_late_process_is_ended():
     """And what it has forked, which holds the other end of the pipe."""
-    forks = "import os, time; print(os.getpid(), flush=True); os.fork(); time.sleep(60)"
+    forks = "import os, time; print(os.getpid(), flush=True); os.fork(); time.sleep(12)"
     given = {"stdout": subprocess.PIPE, "start_new_session": True}
     began = time.monotonic()
     with subprocess.Popen([sys.executable, "-c", forks], **given) as process:

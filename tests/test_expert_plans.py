@@ -49,7 +49,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_exactly_this_problem_and_environment_hit(cache):
-    entry = entry_of(PROBLEM, Plan("signalled", splits=2))
+    entry = entry_of(PROBLEM, Plan("signalled", bands=2))
     file = keep(entry)
     plan_cache.opened.cache_clear()
     assert plans.kept(PROBLEM, CPU) == entry
@@ -93,7 +93,7 @@ def test_calls_take_what_the_leader_has_kept(tmp_path):
     second = replace(first, operation="gemm_a2a", N=16, K=8)
     problems = [first, second, replace(second, layout="nn"), replace(first, layout="nn")]
     tile = fused.default_plan(torch.empty(1, 16), 8).tile
-    entries = [entry_of(one, Plan("signalled", tile=tile, splits=2)) for one in problems]
+    entries = [entry_of(one, Plan("signalled", tile=tile, bands=2)) for one in problems]
     entries[1] = entry_of(problems[1], PLAIN)
     environment = {"FLUX_MEGATRON_CACHE": str(tmp_path)}
     for counted in on_device(chosen, 2, tmp_path, entries, environment=environment):

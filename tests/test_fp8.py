@@ -174,8 +174,8 @@ BLOCKWISE_PLANS = [
     Plan("sequential"),
     Plan("pipelined"),
     Plan("pipelined", comm_rows=8),
-    Plan("pipelined", splits=1),
-    Plan("pipelined", splits=2),
+    Plan("pipelined", gemms=1),
+    Plan("pipelined", gemms=2),
 ]
 # K of less than a block, of some, and of some and part of one; N too
 BLOCKWISE_SHAPES = [(5, 16, 48), (13, 144, 256), (16, 32, 272)]

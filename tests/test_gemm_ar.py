@@ -33,7 +33,7 @@ from flux_megatron.tuning import tuner
 PLANS = {
     "sequential": Plan("sequential"),
     "pipelined": Plan("pipelined"),
-    "fewest GEMMs": Plan("pipelined", splits=1),
+    "fewest GEMMs": Plan("pipelined", gemms=1),
     "communication tiles": Plan("pipelined", comm_rows=2),
     "fused": Plan("fused", tile=Tile(16, 16, 16)),
 }
@@ -165,7 +165,7 @@ def test_the_tuner_measures_it(rank, layout):
     plans = tuner.candidates(problem, ["fused", "pipelined", "low_latency"])
     entry = agreed(measured(problem, plans))
     assert not entry.failed
-    assert {(one.plan.strategy, one.plan.splits) for one in entry.measured} == {
+    assert {(one.plan.strategy, one.plan.gemms) for one in entry.measured} == {
         ("sequential", 0), ("fused", 0), ("pipelined", 0), ("pipelined", 1), ("low_latency", 0),
     }  # fmt: skip
 

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, check
+from cases import Case, check, plan_of
 from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
 
 import flux_megatron
@@ -307,7 +307,7 @@ def test_a_program_cannot_end_before_all_signals_are_awaited():
 @on_cpu_ranks(2)
 def test_what_pushes_read_is_held_until_the_finishing_stream_has_joined(rank, strategy, wanted):
     """What `finish` keeps from other streams, by its address."""
-    plan = Plan(strategy, tile=Tile(16, 16, 16))
+    plan = plan_of(strategy, tile=Tile(16, 16, 16))
     engine, order = copy_engine(here()), []
 
     def joins(*_: object) -> None:

@@ -26,8 +26,8 @@ PLANS = {
     "one shot": Plan("low_latency", tile=SMALL),
     "two phases": Plan("low_latency", tile=SMALL, two_phase=True),
     "by TMA": Plan("low_latency", tile=replace(SMALL, tma=True)),
-    "parts of K": Plan("low_latency", tile=SMALL, splits=2),
-    "parts by TMA": Plan("low_latency", tile=replace(SMALL, tma=True), splits=3, two_phase=True),
+    "parts of K": Plan("low_latency", tile=SMALL, k_parts=2),
+    "parts by TMA": Plan("low_latency", tile=replace(SMALL, tma=True), k_parts=3, two_phase=True),
 }
 
 
@@ -176,7 +176,7 @@ def test_a_default_tile_is_resident_in_full(monkeypatch):
     ):
         problem = replace(PROBLEM, M=rows, N=N, layout=layout)
         default = low_latency.default_plan(problem)
-        tile, parts = default.tile, max(1, default.splits)
+        tile, parts = default.tile, max(1, default.k_parts)
         stage_bytes = 2 * tile.block_k * (next_power_of_2(max(16, rows)) + tile.block_n)
         resident = (227 << 10) // (tile.num_stages * stage_bytes)
         assert parts * cdiv(N, tile.block_n) <= resident * low_latency_plans.SMS, problem

@@ -209,5 +209,5 @@ def test_lasting_leaves_gradients_off():
 def test_times_have_a_dtype_of_their_own(rank):
     """Microseconds in bf16 would be off by 0.4 %, as much as plans differ."""
     with bf16_by_default():
-        found = timing._slowest({"nothing": lambda: None}, dist.group.WORLD, here(), 1, None)
+        found = timing._slowest({"nothing": lambda: None}, dist.group.WORLD, here(), 1, None, 0.0)
     assert found.dtype == torch.float64

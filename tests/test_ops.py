@@ -32,7 +32,7 @@ TILES = {0: SMALL, 1: SMALL, 7: WIDE, 24: TALL, 1000: TALL}
 PLANS = {
     "fused": [None, *(Plan("fused", rows, tile) for rows, tile in TILES.items())],
     "pipelined": [
-        *(Plan("pipelined", rows) for rows in (0, 1, 7, 1000)), Plan("pipelined", splits=1)
+        *(Plan("pipelined", rows) for rows in (0, 1, 7, 1000)), Plan("pipelined", gemms=1)
     ],
     "sequential": [Plan("sequential")],
 }  # fmt: skip

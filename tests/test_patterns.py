@@ -16,7 +16,7 @@ from flux_megatron.lab import reference
 from flux_megatron.lab.perf.operator_cost import moved_bytes
 from flux_megatron.overlap import registry
 from flux_megatron.patterns import COLUMN, ROW
-from flux_megatron.problem import Pattern, Plan, Problem, Tile
+from flux_megatron.problem import FIELDS, Pattern, Plan, Problem, Tile
 
 M, N, K, R = 24, 16, 40, 2
 
@@ -97,12 +97,16 @@ TILES = st.builds(
     Tile, block_m=SIZES, block_n=SIZES, block_k=SIZES, group_m=st.integers(1, 16),
     num_warps=st.sampled_from([4, 8]), num_stages=st.integers(1, 5), tma=st.booleans(),
 )  # fmt: skip
-PLANS = st.builds(
-    Plan, strategy=st.sampled_from(["hopper", "fused", "pipelined", "sequential"]),
-    comm_rows=st.integers(0, 10**6), tile=TILES, splits=st.integers(0, 8),
-    transport=st.sampled_from(["copy_engine", "sm"]),
-    group_rows=st.lists(st.integers(1, 512), max_size=15).map(tuple), comm_sms=st.integers(0, 64),
-)  # fmt: skip
+NUMBERS = {
+    "comm_rows": st.integers(0, 10**6), "tile": TILES, "gemms": st.integers(0, 8),
+    "k_parts": st.integers(0, 8), "bands": st.integers(0, 8), "two_phase": st.booleans(),
+    "transport": st.sampled_from(["copy_engine", "sm"]), "comm_sms": st.integers(0, 64),
+    "group_rows": st.lists(st.integers(1, 512), max_size=15).map(tuple),
+}  # fmt: skip
+PLANS = st.one_of(
+    st.builds(Plan, strategy=st.just(strategy), **{name: NUMBERS[name] for name in own})
+    for strategy, own in FIELDS.items()
+)
 
 
 @given(PLANS, PLANS)
@@ -125,16 +129,18 @@ def test_other_texts_are_no_plans(text):
     ("fields", "message"),
     [
         ({"transport": "nvlink"}, "'nvlink' given, one of"),
-        ({"comm_rows": -1}, "comm_rows -1"),
-        ({"splits": -2}, "splits -2"),
-        ({"comm_sms": -1}, "comm_sms -1"),
-        ({"group_rows": (16, 0)}, r"group_rows \(16, 0\)"),
-        ({"group_rows": (1,) * 16}, "at most 15 sizes"),
+        ({"comm_rows": -1}, r"bands \(-1, 0, 0, 0\) given"),
+        ({"k_parts": -2}, r"k_parts, bands \(0, 0, -2, 0\) given"),
+        ({"strategy": "signalled", "comm_sms": -1}, "comm_sms -1"),
+        ({"strategy": "signalled", "group_rows": (16, 0)}, r"group_rows \(16, 0\)"),
+        ({"strategy": "signalled", "group_rows": (1,) * 16}, "at most 15 sizes"),
+        ({"gemms": 2}, "gemms 2 given for hopper, which has comm_rows, tile, k_parts, transport"),
+        ({"strategy": "sequential", "comm_rows": 1}, "sequential, which has no numbers"),
     ],
 )
 def test_a_wrong_plan_says_what_is_wrong(fields, message):
     with pytest.raises(ValueError, match=message):
-        Plan("hopper", **fields)
+        Plan(**{"strategy": "hopper", **fields})
 
 
 def test_what_a_text_leaves_out_is_a_default():

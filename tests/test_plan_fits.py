@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from cases import plan_of
 from ranks import DEVICE, on_device_ranks
 
 from flux_megatron import ops, shipped
@@ -133,7 +134,7 @@ REFUSED = "a tile of {} x 256 x 128 in 4 stages needs {} bytes of shared memory,
     ],
 )  # fmt: skip
 def test_a_plan_that_does_not_fit_is_refused_with_its_bytes(strategy, reason):
-    said = registry.why_not(DECODING, Plan(strategy, tile=LARGE))
+    said = registry.why_not(DECODING, plan_of(strategy, tile=LARGE))
     assert (said is None) == (reason is None)
     assert said is None or said.startswith(reason)
     if strategy != "hopper":  # of which a CPU has none

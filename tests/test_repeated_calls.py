@@ -32,17 +32,17 @@ PLANS = {
     "fused": Plan("fused", comm_rows=100, tile=Tile(64, 64, 32)),
     "fused, TMA": Plan("fused", tile=Tile(128, 128, 64, tma=ON_HOPPER)),
     "pipelined": Plan("pipelined", comm_rows=100),
-    "pipelined, one GEMM": Plan("pipelined", splits=1),
+    "pipelined, one GEMM": Plan("pipelined", gemms=1),
 }
 FEW = {
     "low_latency": Plan("low_latency", tile=THIN),
     "low_latency, TMA": Plan("low_latency", tile=replace(THIN, tma=ON_HOPPER)),
-    "low_latency, parts": Plan("low_latency", tile=replace(THIN, num_stages=4), splits=3),
+    "low_latency, parts": Plan("low_latency", tile=replace(THIN, num_stages=4), k_parts=3),
 }
 if ON_HOPPER:
     PLANS |= {
         "hopper": Plan("hopper", comm_rows=128, tile=WIDE, transport="copy_engine"),
-        "hopper, rows in parts of K": Plan("hopper", tile=WIDE, splits=4),
+        "hopper, rows in parts of K": Plan("hopper", tile=WIDE, k_parts=4),
         "hopper by SM": Plan("hopper", comm_rows=128, tile=WIDE, transport="sm"),
     }
 CALLS = 60

@@ -21,8 +21,8 @@ from flux_megatron.symm import places
 from flux_megatron.symm.workspace import workspace
 
 
-def plan_of(splits: int, tma: bool = False) -> Plan:
-    return Plan("signalled", tile=replace(tests.SMALL, tma=tma), splits=splits, comm_sms=8)
+def plan_of(bands: int, tma: bool = False) -> Plan:
+    return Plan("signalled", tile=replace(tests.SMALL, tma=tma), bands=bands, comm_sms=8)
 
 
 def exact(

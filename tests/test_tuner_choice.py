@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, check
+from cases import Case, check, plan_of
 from races import FakeRace
 from ranks import DEVICE, on_device, on_device_ranks
 
@@ -42,7 +42,7 @@ def store(folder: Path, M: int, strategy: str, beside: bool = False, **changes: 
     device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu")
     where = environment.of(device)
     problem = Problem(Pattern.AG_GEMM, M, 10, 4, "float32", 2, device=DEVICE, beside=beside)
-    plan = Plan(strategy, comm_rows=3)
+    plan = plan_of(strategy, comm_rows=3)
     measured = (Measured(plan, 0.0),)
     entry = Entry(problem, replace(where, **changes), plan, measured, (), 0, 0.0, 12, "today")
     plan_cache.store(plan_cache.user_folder(folder), entry)
@@ -368,7 +368,7 @@ def test_the_rule_has_a_gemm_a_shard_for_blockwise_scales():
 
 
 def test_a_race_leaves_out_what_never_wins(monkeypatch):
-    tried = {name: [Plan(name, comm_rows=rows) for rows in range(6)] for name in NAMES}
+    tried = {name: [plan_of(name, comm_rows=rows) for rows in range(6)] for name in NAMES}
     monkeypatch.setattr(registry, "candidates", lambda problem, name: tried[name])
     assert plan_table.racers(LAYER, NAMES) == [PLAIN, *tried["hopper"][:4], *tried["pipelined"][:4]]
     few = plan_table.racers(replace(LAYER, M=512), ["pipelined", "signalled"])
@@ -380,8 +380,8 @@ def test_a_race_leaves_out_what_never_wins(monkeypatch):
 def test_rows_in_parts_of_k_are_tried_where_few_rows_have_long_k():
     def tried(M: int, K: int) -> set[tuple[int, int]]:
         problem = Problem(Pattern.AG_GEMM, M, 2 * 5120, K, "bfloat16", 2)
-        plans = [plan for plan in hopper.candidates(problem) if plan.splits]
-        assert {plan.splits for plan in plans} <= {4}
+        plans = [plan for plan in hopper.candidates(problem) if plan.k_parts]
+        assert {plan.k_parts for plan in plans} <= {4}
         return {(plan.tile.block_m, plan.tile.block_n) for plan in plans}
 
     assert tried(256, 2048) == tried(1024, 8192) == {(128, 256), (128, 128)}

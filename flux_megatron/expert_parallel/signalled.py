@@ -37,7 +37,7 @@ def supports(x: Tensor, N: int, layout: str, space: Workspace) -> str | None:
 
 def default_plan(x: Tensor, N: int) -> Plan:
     tile = fused.default_plan(x, N).tile
-    return Plan("signalled", tile=tile, splits=BANDS, comm_sms=COMM_SMS)
+    return Plan("signalled", tile=tile, bands=BANDS, comm_sms=COMM_SMS)
 
 
 def gemm_a2a(
@@ -120,7 +120,7 @@ def _begin(every: Tensor, w: ExpertWeights, layout: str, plan: Plan, space: Work
     stage, group = stage_of(space), communicator(space, plan.comm_sms)
     rank = space.group.rank()
     numbers = tuple(every.flatten().tolist())
-    order = order_of(numbers, len(every), rank, plan.splits, plan.tile.block_m, space.device)
+    order = order_of(numbers, len(every), rank, plan.bands, plan.tile.block_m, space.device)
     stage.begin(space)  # no fork: the host has waited for all that x comes from
     return _Call(order, stage, group, w, layout, plan, int(every[:, rank].sum()))
 

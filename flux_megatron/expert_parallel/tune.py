@@ -82,5 +82,5 @@ def candidates(problem: ExpertProblem, space: Workspace) -> list[Plan]:
         for name, strategy in STRATEGIES.items()
         if name != "sequential" and not strategy.supports(x, N, layout, space)
     ]
-    bands = [replace(p, splits=n) for p in found if p.strategy == "signalled" for n in BANDS]
+    bands = [replace(p, bands=n) for p in found if p.strategy == "signalled" for n in BANDS]
     return [Plan("sequential"), *found, *bands]

@@ -66,7 +66,7 @@ def _ag_gemm(p: CallProgram) -> Slot:
 
     borrows, (M_shard, K) = p.caller_steps, p.x.shape
     comm_rows = p.plan.comm_rows and max(p.plan.comm_rows, cdiv(M_shard, COMM_TILES_MAX))
-    k_parts = max(1, min(p.plan.splits, COMM_TILES_MAX))
+    k_parts = max(1, min(p.plan.k_parts, COMM_TILES_MAX))
     tile = p.plan.tile
     if tile.block_m > M_shard:  # a tile lies within a shard
         tile = replace(LOW[0], block_k=tile.block_k)

@@ -137,4 +137,4 @@ def _other_pushes(problem: Problem) -> list[tuple[str, int]]:
 def _in_parts_of_k(problem: Problem, plans: list[Plan]) -> list[Plan]:
     """The same with rows that come in parts of K, where K is long enough."""
     long = problem.K_local >= K_PARTS * PART_COLUMNS_MIN
-    return [replace(plan, splits=K_PARTS) for plan in plans if long]
+    return [replace(plan, k_parts=K_PARTS) for plan in plans if long]

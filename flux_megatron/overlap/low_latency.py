@@ -56,7 +56,7 @@ def _ag_gemm(p: CallProgram) -> Slot:
     with p.phase("ag_gemv kernel"):
         y = ag_gemv_kernels.ag_gemv(
             p.x, gathered, p.w, p.bias, arrivals=channel.fixed("arrivals"), layout=p.layout,
-            tile=p.plan.tile, parts=parts_of(p.plan.splits, p.N, p.plan.tile), **_given(channel),
+            tile=p.plan.tile, parts=parts_of(p.plan.k_parts, p.N, p.plan.tile), **_given(channel),
         )  # fmt: skip
     p.caller_step(gathered)
     return y
@@ -68,7 +68,7 @@ def _reduced(p: CallProgram, scatters: bool) -> Slot:
     with p.phase("gemv_ar kernel"):
         return gemv_ar_kernels.gemv_ar(
             p.x, p.w, world_size=p.world_size, layout=p.layout, tile=p.plan.tile,
-            parts=parts_of(p.plan.splits, p.N, p.plan.tile), scatters=scatters,
+            parts=parts_of(p.plan.k_parts, p.N, p.plan.tile), scatters=scatters,
             two_phase=p.plan.two_phase and not scatters, **_given(channel),
         )  # fmt: skip
 

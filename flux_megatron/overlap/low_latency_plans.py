@@ -82,9 +82,9 @@ class Kind:
         if self.tile.block_n < 64 and problem.layout == "nn":
             return False
         fits = self.rows >= problem.M and problem.N_local <= self.width * SMS
-        return fits and (not self.parts or self.splits(problem) > 1)
+        return fits and (not self.parts or self.k_parts(problem) > 1)
 
-    def splits(self, problem: Problem) -> int:
+    def k_parts(self, problem: Problem) -> int:
         """Into so many parts K is cut; 0 for whole tiles."""
         at_once = self.parts * SMS // cdiv(problem.N_local, self.tile.block_n)
         parts = min(at_once, problem.K_local // LEAST_K)
@@ -124,7 +124,7 @@ def _plans_on_hopper(problem: Problem, two_phase: bool) -> list[Plan]:
     first = next(kind for kind in TILES if kind.holds(problem))
     kinds = [kind for kind in TILES if kind.tile.tma <= (problem.M > 32)]
     plans = [
-        Plan("low_latency", tile=kind.tile, splits=kind.splits(problem), two_phase=two_phase)
+        Plan("low_latency", tile=kind.tile, k_parts=kind.k_parts(problem), two_phase=two_phase)
         for kind in (first, *kinds)
     ]
     return [*dict.fromkeys(plans)]

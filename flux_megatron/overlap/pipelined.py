@@ -2,8 +2,8 @@
 and reduce.
 
 AG+GEMM computes the local shard first, then the remote shards as they arrive. GEMM+RS computes the
-remote shards first and the local shard last. With fewer splits the GEMMs are larger and the waits
-longer: two in AG+GEMM are the local shard and all remote shards. One in GEMM+RS hides the pushes
+remote shards first and the local shard last. With fewer GEMMs they are larger and the waits longer:
+two in AG+GEMM are the local shard and all remote shards. One in GEMM+RS hides the pushes
 behind later work, such as wgrad; one in AG+GEMM hides nothing, but reads the weight once, and the
 copy engines gather without an SM.
 
@@ -61,18 +61,18 @@ def default_plan(problem: Problem) -> Plan:
 
 
 def why_not(problem: Problem, plan: Plan) -> str | None:
-    """None: every number of splits is possible."""
+    """None: every number of GEMMs is possible."""
     return None
 
 
 def candidates(problem: Problem) -> list[Plan]:
     """Plans worth measuring: one GEMM a shard, as few as overlap, or one."""
     fewer = [2, 1] if problem.spec.gathers and problem.world_size > 2 else [1]
-    return [default_plan(problem), *(Plan("pipelined", splits=splits) for splits in fewer)]
+    return [default_plan(problem), *(Plan("pipelined", gemms=gemms) for gemms in fewer)]
 
 
 def _ag_gemm(p: CallProgram) -> Slot:
-    whole, borrows = p.plan.splits == 1, p.caller_steps
+    whole, borrows = p.plan.gemms == 1, p.caller_steps
     local_copy = "caller" if whole else "engine" if borrows else "nobody"
     scales: Any = p.scaling.x if p.scaling and p.scaling.blockwise else None
     gather = transfer.start_gather(p, p.x, p.plan.comm_rows, local_copy=local_copy, scales=scales)
@@ -95,7 +95,7 @@ def _multiply_shards(p: CallProgram, gather: transfer.Gather, y: Slot) -> None:
     """The local shard at once, the others when they have arrived."""
     rank, M_shard = p.rank, len(p.x)
     _multiply(p, p.x, out=y[rank * M_shard : (rank + 1) * M_shard], bias=p.bias)
-    for first, last in _runs(rank, p.world_size, p.plan.splits):
+    for first, last in _runs(rank, p.world_size, p.plan.gemms):
         gather.wait_for(first, last - first)
         rows = slice(first * M_shard, last * M_shard)
         scales = gather.scales_of(first, last)
@@ -147,9 +147,9 @@ def _gemm(x: Tensor, w: Tensor, out: Tensor) -> None:
     torch.mm(x, w, out=out)
 
 
-def _runs(rank: int, world_size: int, splits: int) -> list[tuple[int, int]]:
+def _runs(rank: int, world_size: int, gemms: int) -> list[tuple[int, int]]:
     """First and last + 1 of the sources whose rows one GEMM takes, in order of arrival."""
-    if splits:  # a GEMM takes contiguous rows: the shards after the local one, and those before it
+    if gemms:  # a GEMM takes contiguous rows: the shards after the local one, and those before it
         runs = [(rank + 1, world_size), (0, rank)]
         return [(first, last) for first, last in runs if first < last]
     sources = [(rank + step) % world_size for step in range(1, world_size)]
@@ -166,7 +166,7 @@ def _sums(p: CallProgram) -> transfer.ReduceScatter:
     received = channel.region((world_size * M_shard, p.N), dtype)
     staging = p.x.new_empty(len(p.x), p.N, dtype=dtype)
     own = slice(rank * M_shard, (rank + 1) * M_shard)
-    if p.plan.splits:
+    if p.plan.gemms:
         _multiply(p, p.x, out=staging)
         # In this stream: a copy within one GPU needs SMs, and the reduction may hold all of them
         # before the copy engine's stream gets there. The driver's copy is the one that torch makes.
@@ -178,7 +178,7 @@ def _sums(p: CallProgram) -> transfer.ReduceScatter:
         for comm_tile, first in enumerate(range(0, M_shard, comm_rows)):
             tile = slice(first, min(first + comm_rows, M_shard))
             rows = slice(owner * M_shard + tile.start, owner * M_shard + tile.stop)
-            if not p.plan.splits:
+            if not p.plan.gemms:
                 out = received[own][tile] if owner == rank else staging[rows]
                 _multiply(p, p.x[rows], out=out, rows=rows)
                 p.move("fork")

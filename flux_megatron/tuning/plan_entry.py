@@ -14,10 +14,10 @@ from functools import cache
 from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 from flux_megatron.overlap import registry
-from flux_megatron.problem import Plan, Problem
+from flux_megatron.problem import Plan, Problem, own_fields
 from flux_megatron.tuning.environment import Environment
 
-FORMAT = 4
+FORMAT = 5
 E = TypeVar("E", bound="AnyEntry")
 
 
@@ -58,11 +58,16 @@ class AnyEntry:
 
     def dumps(self) -> str:
         """The entry as one line of JSON."""
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps(dataclasses.asdict(self, dict_factory=_written))
 
     def why_not(self) -> str | None:
         """Why its plan is none for its problem, or None."""
         return None
+
+
+def _written(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    given = dict(pairs)
+    return own_fields(given) if "strategy" in given else given
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def _plans(draw: random.Random, M_shard: int) -> Iterator[Plan]:
     for tile in TILES:
         yield Plan("fused", comm_rows=rows, tile=tile)
     yield Plan("pipelined", comm_rows=rows)
-    yield Plan("pipelined", splits=2)
+    yield Plan("pipelined", gemms=2)
     yield Plan("sequential")
 
 

@@ -118,11 +118,11 @@ def _launchers(problem: Problem, plan: Plan) -> Iterator[tuple[str, Launcher]]:
         # so with rows in parts of K, which touch the producer warp only
         high = plan.tile.block_m == 128
         as_others = high == (problem.layout == "nn") or problem.dtype == "float16"
-        if plan.splits and as_others:
+        if plan.k_parts and as_others:
             return
         launcher = _gathering(problem, plan, **options)
         kind = "bias" if options["bias"] else "plain"
-        kind += " parts" * (plan.splits > 1) + " long" * (plan.tile == hopper_config.LONG)
+        kind += " parts" * (plan.k_parts > 1) + " long" * (plan.tile == hopper_config.LONG)
         yield kind, launcher
         return
     launcher = _scattering(problem, plan)
@@ -150,7 +150,7 @@ def _gathering(problem: Problem, plan: Plan, *, bias: bool, copy_local: bool) ->
         hopper_ag_gemm.ag_gemm, x, gathered, w, x if bias else None, pad=words, status=words,
         partial_counters=words, work_words=words, rank=0, epoch=1, timeout_ns=1, comm_rows=1,
         layout=problem.layout, tile=plan.tile, copy_local=copy_local,
-        k_parts=max(1, plan.splits), scaling=scaling,
+        k_parts=max(1, plan.k_parts), scaling=scaling,
     )  # fmt: skip
     return launchers_of(call)[0]
 

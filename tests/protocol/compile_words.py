@@ -42,7 +42,7 @@ def shipped() -> Iterator[tuple[str, Callable[[], dict]]]:
     for dtype, layout, M, N, two_phase in SHIPPED:
         problem = Problem(Pattern.GEMM_AR, M, N, 8192, dtype, 2, layout)
         plan = low_latency.default_plan(problem)
-        tile, block_m, parts = plan.tile, max(16, M), plan.splits or 1
+        tile, block_m, parts = plan.tile, max(16, M), plan.k_parts or 1
         if (M, N) == ROWS_AS_THREADS:
             tile = replace(tile, num_warps=M // 32)
         common = {

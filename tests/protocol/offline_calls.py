@@ -97,7 +97,7 @@ from flux_megatron.kernels import (
 from flux_megatron.nn import functions as layers
 from flux_megatron.overlap import calls, fused, low_latency, sequential
 from flux_megatron.overlap.calls import InFlight
-from flux_megatron.problem import Plan, Tile
+from flux_megatron.problem import Plan, Tile, own_fields
 from flux_megatron.scaling import block_shapes
 from flux_megatron.symm import agreement, objects, places, space, workspace
 from flux_megatron.symm import device as devices
@@ -128,20 +128,23 @@ TILE = replace(hopper_config.TILE, group_m=16)
 fused._interpreted_tile = lambda problem: TILE  # of calls without a plan
 PLANS = {
     "hopper ag_gemm": Plan("hopper", tile=TILE),
-    "hopper ag_gemm, rows in parts of K": Plan("hopper", tile=TILE, splits=4),
+    "hopper ag_gemm, rows in parts of K": Plan("hopper", tile=TILE, k_parts=4),
     "hopper gemm_rs": Plan("hopper", comm_rows=512, tile=TILE, transport="copy_engine"),
     "hopper gemm_rs, by SM": Plan("hopper", comm_rows=128, tile=TILE, transport="sm"),
     "fused ag_gemm": Plan("fused", comm_rows=512, tile=TILE),
     "fused gemm_rs": Plan("fused", tile=TILE),
     "pipelined ag_gemm": Plan("pipelined", comm_rows=512),
-    "pipelined ag_gemm, one GEMM": Plan("pipelined", splits=1),
+    "pipelined ag_gemm, one GEMM": Plan("pipelined", gemms=1),
     "pipelined gemm_rs": Plan("pipelined"),
     "pipelined gemm_rs, halves": Plan("pipelined", comm_rows=512),
-    "pipelined gemm_rs, one GEMM": Plan("pipelined", splits=1),
+    "pipelined gemm_rs, one GEMM": Plan("pipelined", gemms=1),
 }
-for _strategy in ("hopper", "fused", "pipelined"):
-    PLANS[f"{_strategy} lent rows"] = Plan(_strategy, tile=TILE)
-    PLANS[f"{_strategy} backward"] = Plan(_strategy, tile=TILE)
+WITH_TILES = {
+    name: Plan(**own_fields({"strategy": name, "tile": TILE}))
+    for name in ("hopper", "fused", "pipelined")
+}
+for _strategy, _plan in WITH_TILES.items():
+    PLANS[f"{_strategy} lent rows"] = PLANS[f"{_strategy} backward"] = _plan
 FEW = Plan("low_latency", tile=Tile(16, 64, 64, num_warps=4))
 PLANS |= {
     "low_latency ag_gemm": FEW,
@@ -152,8 +155,8 @@ PLANS |= {
     "low_latency lent rows": FEW,
     "low_latency backward": FEW,
 }
-for _strategy in ("hopper", "fused", "pipelined"):
-    PLANS[f"{_strategy} gemm_ar"] = Plan(_strategy, tile=TILE)
+for _strategy, _plan in WITH_TILES.items():
+    PLANS[f"{_strategy} gemm_ar"] = _plan
 PLANS["hopper gemm_ar, by SM"] = replace(PLANS["hopper gemm_ar"], transport="sm")
 low_latency.default_plan = lambda problem: FEW
 for _layer in ("column layer", "row layer", "column layer, evaluated", "row layer, evaluated"):

@@ -137,11 +137,12 @@ class Host:
         block_k = case.block_k or case.block
         block_n = case.block_n or case.block
         tile = package.problem.Tile(case.block, block_n, block_k, group_m=2, tma=case.tma)
-        self.plan = package.problem.Plan(
-            case.strategy, case.comm_rows, tile,
-            transport=case.transport, two_phase=case.two_phase, group_rows=case.group_rows,
-            splits=case.parts,
-        )  # fmt: skip
+        plan = {
+            "strategy": case.strategy, "comm_rows": case.comm_rows, "tile": tile,
+            "transport": case.transport, "two_phase": case.two_phase,
+            "group_rows": case.group_rows, "gemms": case.parts, "k_parts": case.parts,
+        }  # fmt: skip
+        self.plan = package.problem.Plan(**package.problem.own_fields(plan))
         self.bias = operands.bias[rank] if operands.bias is not None else None
         self.w = operands.w[rank]
         self.scaling: tuple[Scaling, ...] = ()

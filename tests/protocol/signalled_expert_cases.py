@@ -61,7 +61,7 @@ class SignalledHost(Host):
         self.strategy = strategy_of(self.machine.package)
         tile = self.plan.tile
         self.plan = self.machine.package.problem.Plan(
-            "signalled", tile=tile, splits=self.case.bands, comm_sms=4
+            "signalled", tile=tile, bands=self.case.bands, comm_sms=4
         )
 
 
