@@ -9,13 +9,13 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import plan_of
 from ranks import on_cpu_ranks
 
 from flux_megatron import errors, ops, pieces
@@ -210,7 +210,7 @@ def test_the_local_shard_is_copied_behind_the_gemms(rank, strategy):
         mock.patch.object(pipelined, "_gemm", noting("gemm", pipelined._gemm)),
     ):
         space = workspace(dist.group.WORLD, x.device)
-        plan = replace(FUSED, strategy=strategy)
+        plan = plan_of(strategy, tile=FUSED.tile)
         GATHERING[strategy].ag_gemm(x, w, None, "nn", plan, space, consume)
     gemms = [at for at, what in enumerate(seen) if what == "gemm"]
     assert seen[: gemms[0]] == ["copy"], "the push comes first"
