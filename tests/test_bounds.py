@@ -8,6 +8,7 @@ import os
 import random
 import time
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -22,11 +23,13 @@ from flux_megatron.kernels.signalled_gemm import Band
 from flux_megatron.overlap import stage as stages
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import call_log, lru_cache
+from flux_megatron.symm import space as spaces
 from flux_megatron.symm.channel import Channel, rounded
 from flux_megatron.symm.lru_cache import LRUCache
-from flux_megatron.symm.space import SHAPES
 from flux_megatron.symm.word_channel import WordChannel
 from flux_megatron.symm.workspace import workspace
+
+KEPT = 200  # shapes, in place of `SHAPES`
 
 
 def test_the_entry_that_was_used_longest_ago_goes():
@@ -193,13 +196,15 @@ def test_what_a_region_knows_of_shapes_is_bounded(rank):
 @on_device_ranks(2)
 def test_what_is_kept_does_not_grow_with_the_number_of_shapes(rank):
     """Calls of ever more rows, then of fewer in any order: how much is kept of them."""
-    space, plan = workspace(dist.group.WORLD, here()), Plan("pipelined")
-    order = [*range(1, SHAPES + 1), *random.Random(0).sample(range(1, SHAPES + 1), SHAPES)]
+    group, plan = dist.new_group([0, 1]), Plan("pipelined")
+    with mock.patch.object(spaces, "SHAPES", KEPT):
+        space = workspace(group, here())
+    order = [*range(1, KEPT + 1), *random.Random(0).sample(range(1, KEPT + 1), KEPT)]
     sizes, w = [], torch.ones(4, 2, device=DEVICE)
     for rows in order:
         x = torch.ones(2 * rows, 2, device=DEVICE)
-        ops.all_gather_gemm(x[:rows], w, dist.group.WORLD, plan=plan)
-        ops.gemm_reduce_scatter(x, w, dist.group.WORLD, plan=plan)
+        ops.all_gather_gemm(x[:rows], w, group, plan=plan)
+        ops.gemm_reduce_scatter(x, w, group, plan=plan)
         sizes.append(space.size_bytes)
-    assert len({*sizes[SHAPES - 1 :]}) == 1, "memory follows the largest call and stays"
-    assert len(space.checked) == SHAPES
+    assert len({*sizes[KEPT - 1 :]}) == 1, "memory follows the largest call and stays"
+    assert len(space.checked) == len(space.programs) == KEPT
