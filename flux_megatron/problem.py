@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar
 
 from flux_megatron.patterns import Pattern, PatternSpec
@@ -162,17 +162,10 @@ class Plan:
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport {self.transport!r} given, one of {TRANSPORTS} expected")
-        given = {
-            one.name: getattr(self, one.name) for one in fields(self) if one.name != "strategy"
-        }
-        own = FIELDS.get(self.strategy, tuple(given))  # of an unknown name `dispatch` tells
-        defaults = {one.name: one.default for one in fields(self)}
-        for name, value in given.items():
-            if name not in own and value != defaults[name]:
-                raise ValueError(
-                    f"{name} {value} given for {self.strategy}, which has "
-                    f"{', '.join(own) or 'no numbers'}"
-                )
+        for name, default in _of_others(self.strategy):
+            if (value := getattr(self, name)) != default:
+                own = ", ".join(FIELDS[self.strategy]) or "no numbers"
+                raise ValueError(f"{name} {value} given for {self.strategy}, which has {own}")
         if min(counts := (self.comm_rows, self.gemms, self.k_parts, self.bands)) < 0:
             raise ValueError(f"comm_rows, gemms, k_parts, bands {counts} given, 0 or more expected")
         if len(self.group_rows) >= MAX_GROUPS or min(self.group_rows, default=1) < 1:
@@ -210,6 +203,15 @@ class Plan:
         given = json.loads(text)
         tile, group_rows = given.pop("tile", {}), given.pop("group_rows", ())
         return Plan(**given, tile=Tile(**tile), group_rows=tuple(group_rows))
+
+
+@cache
+def _of_others(strategy: str) -> tuple[tuple[str, Any], ...]:
+    """The fields that the strategy has not, each with its default. `dispatch` tells of a strategy
+    that there is not.
+    """
+    own = ("strategy", *FIELDS.get(strategy, [one.name for one in fields(Plan)]))
+    return tuple((one.name, one.default) for one in fields(Plan) if one.name not in own)
 
 
 def own_fields(plan: dict[str, Any]) -> dict[str, Any]:
