@@ -103,6 +103,7 @@ class NoGpu:
 
 def main() -> None:
     """Compile what stands in the standard input."""
+    signal.alarm(LIMIT_S)  # what it forks has a limit of its own
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 

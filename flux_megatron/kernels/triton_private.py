@@ -4,13 +4,13 @@ which versions we may, `versions.triton` says; in others Triton launches kernels
 | private name | what for | used in | test that notices |
 | --- | --- | --- | --- |
 | `compiled.run`, `function`, `packed_metadata` | a launch without Triton's checks | \
-`triton_launch` | `test_current_device.py` |
+`triton_launch` | `protocol/test_offline_calls.py` |
 | `launcher`, a variable of `CudaLauncher.launch` in 3.6 | the same with descriptors | here | \
 `protocol/test_offline_calls.py` |
 | `make_tensordesc_arg`, and the last field of its object | the hardware's descriptors | here | \
 `protocol/test_offline_calls.py` |
 | `metadata.tensordesc_meta`, `global_scratch_size` | the parameters of a kernel, whose sizes the \
-driver is asked for | `native_launch`, `triton_launch` | `test_calls.py` |
+driver is asked for | `native_launch`, `triton_launch` | `protocol/test_offline_calls.py` |
 | `runtime.build.compile_module_from_src` | compiles `enqueue.c` | `symm.enqueue` | \
 `test_enqueue.py` |
 | `runtime.cache`, `driver.set_active`, `CudaLauncher` | kernels ahead, without a GPU | \

@@ -55,9 +55,9 @@ def compile_kinds(
     codes = _codes([problem], new, table, space)
     around = _around(problem)
     seen = space.agreed.setdefault(("compiled around", frozenset(new)), set())
-    if not {_sort(one) for one in around} <= seen:
+    if not {_without_sizes(one) for one in around} <= seen:
         codes += _codes(around, new, PlanTable(), space)
-        seen |= {_sort(one) for one in (problem, *around)}
+        seen |= {_without_sizes(one) for one in (problem, *around)}
     process = _started([*dict.fromkeys(codes)], space)
     if process is not None:
         compiled_ahead.wait(process, min(compiled_ahead.LIMIT_S, timeout_s(space.group) / 2))
@@ -83,7 +83,7 @@ def _around(problem: Problem) -> list[Problem]:
     return [one for one in dict.fromkeys(found) if one != problem]
 
 
-def _sort(problem: Problem) -> Problem:
+def _without_sizes(problem: Problem) -> Problem:
     return replace(problem, M=0, N=0, K=0)
 
 

@@ -97,7 +97,7 @@ def decode(kind: Any, raw: Any, where: str) -> Any:
     return raw
 
 
-@cache  # evaluating annotations took most of the 1 s that reading 270 entries took
+@cache  # evaluating annotations was most of what reading entries took
 def _fields_of(kind: Any) -> tuple[dict[str, Any], dict[str, bool]]:
     """The type of each field, and whether it has to be given."""
     needed = {one.name: one.default is dataclasses.MISSING for one in dataclasses.fields(kind)}
