@@ -58,7 +58,8 @@ if ON_HOPPER:
 # `symm/` is entered through the workspace and the copy engine, whose promises docs/memory_model.md
 # has.
 BESIDE = {
-    "kernels/launch", "kernels/triton_launch", "kernels/hopper_descriptors", "kernels/sizes",
+    "kernels/launch", "kernels/triton_launch", "kernels/triton_private", "kernels/sizes",
+    "kernels/hopper_descriptors",
     "kernels/hopper_config", "kernels/split_k", "kernels/few_rows", "kernels/shared_memory",
     "overlap/operands", "overlap/phase", "overlap/report", "problem", "scaling",
 }  # fmt: skip

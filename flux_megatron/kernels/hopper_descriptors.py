@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flux_megatron.kernels.triton_private import Address
 from flux_megatron.symm.enqueue import Operand
 from flux_megatron.symm.steps import Slot
 
@@ -23,22 +24,12 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype):
     return gl.NVMMASharedLayout.get_default_for(list(block), elements[dtype])
 
 
-class _Address(NamedTuple):
-    """What a descriptor needs of a tensor: kept in its place, it keeps no memory alive."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 @lru_cache(maxsize=64)
 def _template(dtype: torch.dtype, block: tuple[int, ...]):
     """A descriptor whose block is checked."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    base, layout = _Address(0, dtype), _layout(block, dtype)
+    base, layout = Address(0, dtype), _layout(block, dtype)
     return TensorDescriptor(base, [*block], [block[1], 1], [*block], layout)
 
 
@@ -47,7 +38,7 @@ def example(dtype: torch.dtype, *block: int):
     return _template(dtype, block)
 
 
-def _descriptor(base: _Address, shape: tuple[int, ...], block: tuple[int, ...]):
+def _descriptor(base: Address, shape: tuple[int, ...], block: tuple[int, ...]):
     """Without the checks of the constructor, which take the host 10 us."""
     template = _template(base.dtype, block)
     made = object.__new__(type(template))
@@ -63,13 +54,13 @@ def _list(*sizes: int) -> list[int]:
 
 
 @lru_cache(maxsize=4096)
-def _known_descriptor(base: _Address, shape: torch.Size, block: tuple[int, ...]):
+def _known_descriptor(base: Address, shape: torch.Size, block: tuple[int, ...]):
     return _descriptor(base, shape, block)
 
 
 def descriptor_of(tensor: Tensor, block: tuple[int, ...]):
     """A descriptor of a contiguous matrix, for TMA of blocks."""
-    return _known_descriptor(_Address(tensor.data_ptr(), tensor.dtype), tensor.shape, block)
+    return _known_descriptor(Address(tensor.data_ptr(), tensor.dtype), tensor.shape, block)
 
 
 class Described(NamedTuple):
@@ -100,7 +91,7 @@ class Described(NamedTuple):
 
     def at(self, address: int):
         """Of a tensor like this one at an address."""
-        return _descriptor(_Address(address, self.slot.dtype), self.slot.shape, self.block)
+        return _descriptor(Address(address, self.slot.dtype), self.slot.shape, self.block)
 
 
 def described(tensor: Tensor | Slot, *block: int):

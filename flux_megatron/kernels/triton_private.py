@@ -27,9 +27,21 @@ import ctypes
 import inspect
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 MAP_BYTES = 128  # of a descriptor, which lies at a multiple of its size
+
+
+class Address(NamedTuple):
+    """What a descriptor needs of a tensor: kept in its place, it keeps no memory alive."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 @lru_cache(maxsize=1024)
