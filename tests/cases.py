@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import ops
-from flux_megatron.kernels.hopper_config import DEEP, LOW, TILES
+from flux_megatron.kernels.hopper.config import DEEP, LOW, TILES
 from flux_megatron.lab import reference
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Tile, own_fields

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
 
 from flux_megatron import errors, ops, settings
-from flux_megatron.kernels.signalled_gemm import Band
+from flux_megatron.kernels.portable.signalled_gemm import Band
 from flux_megatron.overlap import stage as stages
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import call_log, lru_cache

@@ -39,28 +39,28 @@ OPERATIONS = {
 # the files of kernels that a call launches
 KERNELS = {
     **{("sequential", pattern): set() for pattern in OPERATIONS},
-    ("pipelined", "ag_gemm"): {"wait_sources"},
-    ("pipelined", "gemm_rs"): {"reduce_received"},
-    ("pipelined", "gemm_ar"): {"reduce_received", "wait_sources"},
-    ("low_latency", "ag_gemm"): {"ag_gemv"},
-    **{("low_latency", pattern): {"gemv_ar"} for pattern in ("gemm_rs", "gemm_ar")},
-    **{("signalled", pattern): {"signalled_gemm"} for pattern in ("gemm_rs", "gemm_ar")},
-    ("fused", "ag_gemm"): {"ag_gemm"},
-    ("fused", "gemm_rs"): {"gemm_rs", "reduce_received"},
-    ("fused", "gemm_ar"): {"gemm_rs", "reduce_received", "wait_sources"},
+    ("pipelined", "ag_gemm"): {"portable/wait_sources"},
+    ("pipelined", "gemm_rs"): {"portable/reduce_received"},
+    ("pipelined", "gemm_ar"): {"portable/reduce_received", "portable/wait_sources"},
+    ("low_latency", "ag_gemm"): {"few_rows/ag_gemv"},
+    **{("low_latency", pattern): {"few_rows/gemv_ar"} for pattern in ("gemm_rs", "gemm_ar")},
+    **{("signalled", pattern): {"portable/signalled_gemm"} for pattern in ("gemm_rs", "gemm_ar")},
+    ("fused", "ag_gemm"): {"portable/ag_gemm"},
+    ("fused", "gemm_rs"): {"portable/gemm_rs", "portable/reduce_received"},
+    ("fused", "gemm_ar"): {"portable/gemm_rs", "portable/reduce_received", "portable/wait_sources"},
 }
 if ON_HOPPER:
-    KERNELS["hopper", "ag_gemm"] = {"hopper_ag_gemm"}
-    KERNELS["hopper", "gemm_rs"] = {"hopper_gemm_rs", "hopper_gemm"}  # when a tile is made
-    KERNELS["hopper", "gemm_ar"] = {"hopper_gemm_rs", "hopper_gemm"}
+    KERNELS["hopper", "ag_gemm"] = {"hopper/ag_gemm"}
+    KERNELS["hopper", "gemm_rs"] = {"hopper/gemm_rs", "hopper/gemm"}  # when a tile is made
+    KERNELS["hopper", "gemm_ar"] = {"hopper/gemm_rs", "hopper/gemm"}
 # These hand no operand on: how any kernel is launched, what describes, divides, counts, names and
 # records, and whether a tile fits an SM.
 # `symm/` is entered through the workspace and the copy engine, whose promises docs/memory_model.md
 # has.
 BESIDE = {
     "kernels/launch", "kernels/triton_launch", "kernels/triton_private", "kernels/sizes",
-    "kernels/hopper_descriptors",
-    "kernels/hopper_config", "kernels/split_k", "kernels/few_rows", "kernels/shared_memory",
+    "kernels/descriptors", "kernels/hopper/config", "kernels/hopper/split_tiles",
+    "kernels/few_rows/words", "kernels/shared_memory",
     "overlap/operands", "overlap/phase", "overlap/report", "problem", "scaling",
 }  # fmt: skip
 

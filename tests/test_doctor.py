@@ -16,7 +16,7 @@ from without_torch import without_torch
 from flux_megatron import doctor, settings
 from flux_megatron.doctor import Finding, Wanted, calls, examine, machine, packages
 from flux_megatron.errors import BadInput
-from flux_megatron.kernels import hopper_gemm
+from flux_megatron.kernels.hopper import gemm as hopper_gemm
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.symm import enqueue
 from flux_megatron.tuning import environment, link, plan_cache
@@ -80,7 +80,7 @@ def test_the_link_of_one_visible_gpu(monkeypatch, kind, said):
     ("capability", "kernels"), [((9, 0), "run in 16 bits"), ((8, 9), "capability 9")]
 )
 def test_which_kernels_there_will_be(monkeypatch, capability, kernels):
-    pytest.importorskip("flux_megatron.kernels.hopper_signalled_gemm")
+    pytest.importorskip("flux_megatron.kernels.hopper.signalled_gemm")
     hopper_gemm.refuses_bands.cache_clear()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)

@@ -22,8 +22,8 @@ import flux_megatron
 from flux_megatron import errors
 from flux_megatron.expert_parallel import call, ops, separate, wgrad
 from flux_megatron.expert_parallel.plans import ExpertProblem
-from flux_megatron.kernels.expert_weights import ExpertWeights
-from flux_megatron.kernels.expert_wgrad import expert_wgrad
+from flux_megatron.kernels.experts.weights import ExpertWeights
+from flux_megatron.kernels.experts.wgrad import expert_wgrad
 from flux_megatron.lab import reference
 from flux_megatron.problem import Plan, Tile
 

@@ -17,8 +17,8 @@ from torch import Tensor
 import flux_megatron
 from flux_megatron.expert_parallel import ops, separate
 from flux_megatron.expert_parallel.wgrad import add_weight_gradient
-from flux_megatron.kernels.expert_weights import ExpertWeights, as_one
-from flux_megatron.kernels.expert_wgrad import expert_wgrad
+from flux_megatron.kernels.experts.weights import ExpertWeights, as_one
+from flux_megatron.kernels.experts.wgrad import expert_wgrad
 
 E, N, K = 3, 4, 8
 

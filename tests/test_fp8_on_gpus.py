@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from flux_megatron.kernels import hopper_epilogue, launch
+from flux_megatron.kernels import launch
+from flux_megatron.kernels.hopper import epilogue as hopper_epilogue
 from flux_megatron.overlap import sequential, transfer
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.scaling import E4M3, Scaling, block_shapes

@@ -17,7 +17,7 @@ from ranks import DEVICE, here, on_cpu_ranks, on_device, on_device_ranks
 import flux_megatron
 from flux_megatron import ops, pieces
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.hopper_config import TILE
+from flux_megatron.kernels.hopper.config import TILE
 from flux_megatron.lab import reference
 from flux_megatron.lab.bench import records, runner
 from flux_megatron.lab.bench.options import Options

@@ -258,7 +258,7 @@ symm/buffer.py from ..overlap import fused
 symm/buffer.py def f(): import flux_megatron.overlap.fused
 symm/buffer.py if TYPE_CHECKING: from flux_megatron.nn import functions
 nn/functions.py importlib.import_module('flux_megatron.integration')
-kernels/ag_gemm.py from flux_megatron.symm import buffer
+kernels/portable/ag_gemm.py from flux_megatron.symm import buffer
 ops.py from flux_megatron.symm import buffer
 nn/functions.py from flux_megatron import report
 lab/train/loop.py import flux_megatron
@@ -269,7 +269,7 @@ lab/perf/cost.py import torch.distributed
 launch/sbatch.py def f(): from torch import Tensor
 launch/sbatch.py from flux_megatron.integration import bootstrap
 overlap/fused.py import triton
-kernels/ag_gemm.py import numpy
+kernels/portable/ag_gemm.py import numpy
 cli.py import torch
 overlap/fused.py def f(): from flux_megatron.lab import bench
 ops.py from flux_megatron.lab.train import loop
@@ -282,7 +282,7 @@ __init__.py from flux_megatron.nn import functions
 helpers.py import os
 """
 GOOD = """\
-kernels/ag_gemm.py from flux_megatron.symm import signals
+kernels/portable/ag_gemm.py from flux_megatron.symm import signals
 symm/buffer.py from . import signals
 symm/buffer.py from flux_megatron.symm import signals
 overlap/fused.py from flux_megatron.symm.buffer import SymmetricBuffer
@@ -300,9 +300,9 @@ __init__.py def f(): import flux_megatron.nn
 def tree(tmp_path):
     """A package with every room of the table and nothing in them."""
     package = tmp_path / PACKAGE
-    for name in ("kernels/ag_gemm", "symm/buffer", "symm/signals", "overlap/fused", "nn/functions",
-                 "integration/layers", "lab/train/loop", "lab/bench/suite", "lab/perf/cost",
-                 "launch/sbatch", "ops", "cli", "__init__"):  # fmt: skip
+    for name in ("kernels/portable/ag_gemm", "symm/buffer", "symm/signals", "overlap/fused",
+                 "nn/functions", "integration/layers", "lab/train/loop", "lab/bench/suite",
+                 "lab/perf/cost", "launch/sbatch", "ops", "cli", "__init__"):  # fmt: skip
         file = package / f"{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()

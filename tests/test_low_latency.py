@@ -13,7 +13,7 @@ from test_gemm_ar import operands, sum_of_unequal
 
 import flux_megatron
 from flux_megatron import errors, ops
-from flux_megatron.kernels.gemv_ar import sum_columns
+from flux_megatron.kernels.few_rows.gemv_ar import sum_columns
 from flux_megatron.kernels.sizes import cdiv, next_power_of_2
 from flux_megatron.lab import reference
 from flux_megatron.overlap import low_latency, low_latency_plans, registry

@@ -10,9 +10,12 @@ import torch
 import triton
 from triton.compiler.errors import CompilationError
 
-pytest.importorskip("flux_megatron.kernels.hopper_probe")
+pytest.importorskip("flux_megatron.kernels.hopper.probe")
 
-from flux_megatron.kernels import hopper_config, hopper_gemm, hopper_probe, triton_launch
+from flux_megatron.kernels import triton_launch
+from flux_megatron.kernels.hopper import config as hopper_config
+from flux_megatron.kernels.hopper import gemm as hopper_gemm
+from flux_megatron.kernels.hopper import probe as hopper_probe
 from flux_megatron.overlap import registry
 from flux_megatron.problem import Pattern, Problem
 from flux_megatron.versions.triton import TRITON

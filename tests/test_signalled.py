@@ -15,8 +15,9 @@ from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops, pieces
-from flux_megatron.kernels import hopper_config, hopper_gemm
-from flux_megatron.kernels.signalled_gemm import bands, ends_of
+from flux_megatron.kernels.hopper import config as hopper_config
+from flux_megatron.kernels.hopper import gemm as hopper_gemm
+from flux_megatron.kernels.portable.signalled_gemm import bands, ends_of
 from flux_megatron.overlap import registry, signalled
 from flux_megatron.overlap import stage as stages
 from flux_megatron.patterns import ROW, Pattern
@@ -116,7 +117,7 @@ def test_the_hopper_kernel_makes_bands_of_whole_tiles(monkeypatch):
     """16-bit, on compute capability 9, of its tile, at whole 16-byte addresses; else the portable
     one does.
     """
-    hopper_kernel = pytest.importorskip("flux_megatron.kernels.hopper_signalled_gemm")
+    hopper_kernel = pytest.importorskip("flux_megatron.kernels.hopper.signalled_gemm")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     hopper_gemm.refuses_bands.cache_clear()
     tile = replace(hopper_config.TILE, group_m=16)

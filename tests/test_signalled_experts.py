@@ -15,7 +15,7 @@ import flux_megatron
 from flux_megatron import errors
 from flux_megatron.expert_parallel import bands, host_counts, ops, signalled
 from flux_megatron.expert_parallel.bands import Order
-from flux_megatron.kernels import signalled_experts as kernels
+from flux_megatron.kernels.experts import signalled as kernels
 from flux_megatron.problem import MAX_GROUPS, Plan
 from flux_megatron.symm import places
 from flux_megatron.symm.workspace import workspace

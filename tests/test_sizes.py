@@ -14,7 +14,7 @@ from cases import Case, check
 from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
 
 from flux_megatron import errors
-from flux_megatron.kernels.gemm_tile import gemm_tile, store_tile
+from flux_megatron.kernels.portable.gemm_tile import gemm_tile, store_tile
 from flux_megatron.overlap import transfer
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import call_log, enqueue, signals

@@ -1,7 +1,7 @@
 """`device.triton` for Gluon kernels on GPUs of compute capability 9: the same names and arguments,
 and most of the same functions. Triton's interpreter does not run Gluon.
 
-All warps of the CTA call them; `kernels/hopper_gemm_rs.py` shows how partitions of warps share this
+All warps of the CTA call them; `kernels/hopper/gemm_rs.py` shows how partitions of warps share this
 work. `wait_tile` also orders TMA loads. `draw_tile` answers all warps at once.
 """
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flux_megatron.kernels.portable.tile_draws import close_draws
 from flux_megatron.kernels.primitives import (
     MAX_COMM_TILES,
     acquire_for_tma_loads,
@@ -36,7 +37,6 @@ from flux_megatron.kernels.primitives import (
     signal_release_sys,
     wait_acquire_sys,
 )
-from flux_megatron.kernels.tile_draws import close_draws
 
 __all__ = [
     "acquire_for_tma_loads",

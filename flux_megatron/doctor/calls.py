@@ -13,7 +13,8 @@ def kernels(wanted: Wanted) -> Iterator[Finding]:
         return
     import torch
 
-    from flux_megatron.kernels import hopper_config, hopper_gemm
+    from flux_megatron.kernels.hopper import config as hopper_config
+    from flux_megatron.kernels.hopper import gemm as hopper_gemm
 
     reason = hopper_gemm.refuses_bands("cuda", torch.bfloat16, 64, 64, 1, (), hopper_config.TILE)
     text = f"the portable ones run: {reason}" if reason else "run in 16 bits, at aligned sizes"

@@ -36,7 +36,8 @@ def lines(world_size: int) -> Iterator[Line]:
 
     from flux_megatron.embedding.operation import STRATEGIES as OF_BAGS
     from flux_megatron.expert_parallel.call import STRATEGIES as OF_EXPERTS
-    from flux_megatron.kernels import hopper_gemm, launch
+    from flux_megatron.kernels import launch
+    from flux_megatron.kernels.hopper import gemm as hopper_gemm
     from flux_megatron.overlap import registry
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

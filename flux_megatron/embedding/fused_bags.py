@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from flux_megatron.embedding.bags import Bags, bags_of_entries, outside
-from flux_megatron.kernels import embedding_a2a as pooling
-from flux_megatron.kernels.embedding_gradient import CHUNK, embedding_gradient
+from flux_megatron.kernels.embedding import a2a as pooling
+from flux_megatron.kernels.embedding.gradient import CHUNK, embedding_gradient
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase

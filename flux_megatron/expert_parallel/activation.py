@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flux_megatron.kernels import expert_activation as kernels
 from flux_megatron.kernels import launch
+from flux_megatron.kernels.experts import activation as kernels
 
 # Whether the kernels run on CPU tensors too, in the interpreter. Only tests of the kernels set it.
 INTERPRET = False

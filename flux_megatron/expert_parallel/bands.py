@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flux_megatron.kernels.signalled_experts import AWAY, BAND, EXPERT, FIRST, HOME, ROWS
+from flux_megatron.kernels.experts.signalled import AWAY, BAND, EXPERT, FIRST, HOME, ROWS
 from flux_megatron.problem import MAX_GROUPS
 
 Pieces = list[tuple[int, int]]  # for each rank the first and the last row + 1; empty for itself

@@ -18,7 +18,7 @@ from flux_megatron import settings
 from flux_megatron.dispatch import Choice, operands_error, refuse
 from flux_megatron.expert_parallel import fused, hopper, plans, sequential, signalled
 from flux_megatron.expert_parallel.plans import ExpertProblem
-from flux_megatron.kernels.expert_weights import ExpertWeights, lie_in_rows
+from flux_megatron.kernels.experts.weights import ExpertWeights, lie_in_rows
 from flux_megatron.problem import Plan
 from flux_megatron.symm.space import Workspace
 from flux_megatron.symm.workspace import workspace

@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flux_megatron.kernels import a2a_gemm as a2a_gemm_kernels
-from flux_megatron.kernels import gemm_a2a as gemm_a2a_kernels
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.expert_call import ExpertCall, exchange_counts, header_bytes
-from flux_megatron.kernels.expert_weights import ExpertWeights
+from flux_megatron.kernels.experts import a2a_gemm as a2a_gemm_kernels
+from flux_megatron.kernels.experts import gemm_a2a as gemm_a2a_kernels
+from flux_megatron.kernels.experts.call import ExpertCall, exchange_counts, header_bytes
+from flux_megatron.kernels.experts.weights import ExpertWeights
 from flux_megatron.kernels.sizes import next_power_of_2
 from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
@@ -53,7 +53,7 @@ def a2a_gemm(
     rows = x.new_empty(capacity if keep else 0, K)
     with phase("a2a_gemm kernel"):
         if _by_hopper(plan, x, w):
-            from flux_megatron.kernels import hopper_a2a_gemm
+            from flux_megatron.kernels.experts import hopper_a2a_gemm
 
             y = hopper_a2a_gemm.a2a_gemm(x, arrived, w, rows, routes, about)
         else:
@@ -73,7 +73,7 @@ def gemm_a2a(
     about, routes, _ = _begin(COMBINE, counts, tokens, capacity, N, x, layout, plan, space)
     with phase("gemm_a2a kernel"):
         if _by_hopper(plan, x, w):
-            from flux_megatron.kernels import hopper_gemm_a2a
+            from flux_megatron.kernels.experts import hopper_gemm_a2a
 
             arrived = about.received(x, N)
             y = hopper_gemm_a2a.gemm_a2a(x, w, arrived, routes, about, tokens=tokens)

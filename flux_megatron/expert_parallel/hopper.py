@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from flux_megatron.expert_parallel import fused
-from flux_megatron.kernels import hopper_gemm
-from flux_megatron.kernels.hopper_config import LONG
+from flux_megatron.kernels.hopper import gemm as hopper_gemm
+from flux_megatron.kernels.hopper.config import LONG
 from flux_megatron.problem import Plan
 from flux_megatron.symm.space import Workspace
 

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from flux_megatron.dispatch import refuse_wrappers
 from flux_megatron.expert_parallel import call
 from flux_megatron.expert_parallel.wgrad import weight_gradient
-from flux_megatron.kernels.expert_weights import ExpertWeights
+from flux_megatron.kernels.experts.weights import ExpertWeights
 from flux_megatron.overlap.operands import memory
 from flux_megatron.problem import Plan, plan_of, plan_text
 from flux_megatron.symm.groups import group_named, name_of

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron.expert_parallel import ops
 from flux_megatron.expert_parallel.wgrad import add_weight_gradient, weight_gradient
-from flux_megatron.kernels.expert_weights import ExpertWeights, as_one
+from flux_megatron.kernels.experts.weights import ExpertWeights, as_one
 from flux_megatron.overlap.report import note_copy
 from flux_megatron.symm.groups import name_of
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flux_megatron.expert_parallel.host_counts import all_counts
-from flux_megatron.kernels.expert_weights import ExpertWeights
+from flux_megatron.kernels.experts.weights import ExpertWeights
 from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Plan
 from flux_megatron.symm.space import Workspace

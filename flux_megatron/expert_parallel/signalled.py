@@ -16,8 +16,8 @@ from flux_megatron.expert_parallel import fused
 from flux_megatron.expert_parallel.bands import Order, Pieces, order_of
 from flux_megatron.expert_parallel.host_counts import all_counts
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.expert_weights import ExpertWeights
-from flux_megatron.kernels.signalled_experts import signalled_experts
+from flux_megatron.kernels.experts.signalled import signalled_experts
+from flux_megatron.kernels.experts.weights import ExpertWeights
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.stage import Stage, communicator, join, stage_of

@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 from flux_megatron.expert_parallel import fused
 from flux_megatron.expert_parallel.call import STRATEGIES
 from flux_megatron.expert_parallel.plans import ExpertEntry, ExpertProblem
-from flux_megatron.kernels.expert_call import header_bytes
-from flux_megatron.kernels.expert_weights import ExpertWeights
+from flux_megatron.kernels.experts.call import header_bytes
+from flux_megatron.kernels.experts.weights import ExpertWeights
 from flux_megatron.problem import Plan
 from flux_megatron.symm.space import Workspace
 from flux_megatron.symm.workspace import workspace

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.expert_weights import ExpertWeights
-from flux_megatron.kernels.expert_wgrad import expert_wgrad
+from flux_megatron.kernels.experts.weights import ExpertWeights
+from flux_megatron.kernels.experts.wgrad import expert_wgrad
 
 
 def weight_gradient(a: Tensor, b: Tensor, received: Tensor) -> Tensor:

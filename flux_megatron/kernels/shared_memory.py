@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from flux_megatron.kernels.hopper_config import BARRIERS_BYTES, SHARED_BYTES
+from flux_megatron.kernels.hopper.config import BARRIERS_BYTES, SHARED_BYTES
 from flux_megatron.problem import Problem, Tile
 
 FEW_ROWS = 32  # up to which Triton multiplies by mma.sync, which takes its operands from registers

@@ -66,7 +66,7 @@ class Code(NamedTuple):
 def _example(argument: Any) -> Any:
     """What Triton compiles the same for as for an argument of `Code`. It takes a dtype itself."""
     if isinstance(argument, tuple):
-        from flux_megatron.kernels.hopper_descriptors import example
+        from flux_megatron.kernels.descriptors import example
 
         return example(*argument)
     return argument

@@ -16,9 +16,10 @@ from dataclasses import replace
 
 import torch
 
-from flux_megatron.kernels import ag_gemm as ag_gemm_kernels
-from flux_megatron.kernels import gemm_rs as gemm_rs_kernels
-from flux_megatron.kernels import hopper_gemm, launch, shared_memory
+from flux_megatron.kernels import launch, shared_memory
+from flux_megatron.kernels.hopper import gemm as hopper_gemm
+from flux_megatron.kernels.portable import ag_gemm as ag_gemm_kernels
+from flux_megatron.kernels.portable import gemm_rs as gemm_rs_kernels
 from flux_megatron.kernels.sizes import next_power_of_2
 from flux_megatron.overlap import calls, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern

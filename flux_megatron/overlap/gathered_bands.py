@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from flux_megatron.kernels.signalled_gemm import ends_of
+from flux_megatron.kernels.portable.signalled_gemm import ends_of
 from flux_megatron.overlap import collectives
 from flux_megatron.overlap.phase import phase
 from flux_megatron.symm.copy_engine import CopyEngine

@@ -21,9 +21,9 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from flux_megatron.kernels import hopper_gemm
-from flux_megatron.kernels.hopper_config import LOW
-from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX
+from flux_megatron.kernels.hopper import gemm as hopper_gemm
+from flux_megatron.kernels.hopper.config import LOW
+from flux_megatron.kernels.hopper.gemm import COMM_TILES_MAX
 from flux_megatron.kernels.sizes import cdiv, part_columns, tiles_of_shard
 from flux_megatron.overlap import calls, hopper_plans, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
@@ -35,7 +35,7 @@ from flux_megatron.symm.signals import MAX_COMM_TILES
 from flux_megatron.symm.steps import Slot
 
 if TYPE_CHECKING:
-    from flux_megatron.kernels.hopper_gathered_sums import Gathering
+    from flux_megatron.kernels.hopper.gathered_sums import Gathering
 
 
 PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
@@ -62,7 +62,7 @@ def _unequal_shards(problem: Problem) -> str | None:
 
 
 def _ag_gemm(p: CallProgram) -> Slot:
-    from flux_megatron.kernels import hopper_ag_gemm
+    from flux_megatron.kernels.hopper import ag_gemm as hopper_ag_gemm
 
     borrows, (M_shard, K) = p.caller_steps, p.x.shape
     comm_rows = p.plan.comm_rows and max(p.plan.comm_rows, cdiv(M_shard, COMM_TILES_MAX))
@@ -133,7 +133,7 @@ def _gemm_rs(p: CallProgram, gathering: Gathering | None = None) -> Slot:
     """x @ w, tiles sent on as they are made, and their sum, which is part of the kernel: y
     [M_shard, N], or all rows of the `gathering`.
     """
-    from flux_megatron.kernels import hopper_gemm_rs
+    from flux_megatron.kernels.hopper import gemm_rs as hopper_gemm_rs
 
     M_shard, N = cdiv(len(p.x), p.world_size), p.N
     tile, by_sm = p.plan.tile, p.plan.transport == "sm"
@@ -167,7 +167,7 @@ def _gemm_rs(p: CallProgram, gathering: Gathering | None = None) -> Slot:
 
 def _gemm_ar(p: CallProgram) -> Slot:
     """The kernel stores its sums at every rank, and copies those of the others to y."""
-    from flux_megatron.kernels.hopper_gathered_sums import Gathering
+    from flux_megatron.kernels.hopper.gathered_sums import Gathering
 
     M, N = len(p.x), p.N
     y = p.x.new_empty(M, N)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from flux_megatron.kernels.hopper_config import (
+from flux_megatron.kernels.hopper.config import (
     LOW,
     NARROW,
     SLICE_COLUMNS,
@@ -16,7 +16,7 @@ from flux_megatron.kernels.hopper_config import (
     slice_buffers,
     wide_tile,
 )
-from flux_megatron.kernels.hopper_gemm import COMM_TILES_MAX
+from flux_megatron.kernels.hopper.gemm import COMM_TILES_MAX
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.problem import Plan, Problem, Tile
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from flux_megatron.kernels import ag_gemv as ag_gemv_kernels
-from flux_megatron.kernels import gemv_ar as gemv_ar_kernels
+from flux_megatron.kernels.few_rows import ag_gemv as ag_gemv_kernels
+from flux_megatron.kernels.few_rows import gemv_ar as gemv_ar_kernels
 from flux_megatron.kernels.sizes import parts_of
 from flux_megatron.overlap import calls, low_latency_plans, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern

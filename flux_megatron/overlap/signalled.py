@@ -20,8 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron.kernels import hopper_config, hopper_gemm, launch
-from flux_megatron.kernels.signalled_gemm import Band, bands, signalled_gemm
+from flux_megatron.kernels import launch
+from flux_megatron.kernels.hopper import config as hopper_config
+from flux_megatron.kernels.hopper import gemm as hopper_gemm
+from flux_megatron.kernels.portable.signalled_gemm import Band, bands, signalled_gemm
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.overlap import collectives, fused, gathered_bands, sequential
 from flux_megatron.overlap.phase import phase
@@ -174,7 +176,7 @@ def _start(
 def kernel_of(
     x: Tensor, w: Tensor, N: int, made: tuple[Band, ...], shards: int, tile: Tile
 ) -> Callable[..., None]:
-    """The Hopper kernel, unless `hopper_gemm.refuses_bands` says why not, else the portable one.
+    """The Hopper kernel, unless `hopper.gemm.refuses_bands` says why not, else the portable one.
 
     A kernel makes the bands' tiles in the order of `table` (`table_of`), adds 1 to the counter of a
     tile's band when the tile is stored (signal [D]), leaves the work counter 0, puts no CTA on
@@ -183,6 +185,6 @@ def kernel_of(
     of_bands = (x.device.type, x.dtype, x.shape[1], N, shards, made, tile)
     if hopper_gemm.refuses_bands(*of_bands) or not launch.has_whole_units(x, w):
         return signalled_gemm
-    from flux_megatron.kernels import hopper_signalled_gemm
+    from flux_megatron.kernels.hopper import signalled_gemm as hopper_signalled_gemm
 
     return hopper_signalled_gemm.signalled_gemm

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flux_megatron import errors
-from flux_megatron.kernels.signalled_gemm import Band, table_of
+from flux_megatron.kernels.portable.signalled_gemm import Band, table_of
 from flux_megatron.problem import MAX_GROUPS
 from flux_megatron.symm.device import capturing, communication_stream
 from flux_megatron.symm.groups import is_listed, name_of, timeout_s

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
+from flux_megatron.kernels.portable.reduce_received import reduce_received
+from flux_megatron.kernels.portable.wait_sources import wait_sources
 from flux_megatron.kernels.rank_barrier import rank_barrier
-from flux_megatron.kernels.reduce_received import reduce_received
-from flux_megatron.kernels.wait_sources import wait_sources
 from flux_megatron.problem import Problem
 from flux_megatron.symm.channel import Call, Channel
 from flux_megatron.symm.enqueue import Operand, always

@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron import ops, pieces
 from flux_megatron.dispatch import decide
-from flux_megatron.kernels import hopper_config
-from flux_megatron.kernels.split_k import K_TILES_MIN
+from flux_megatron.kernels.hopper import config as hopper_config
+from flux_megatron.kernels.hopper.split_tiles import K_TILES_MIN
 from flux_megatron.lab import reference
 from flux_megatron.overlap import hopper
 from flux_megatron.problem import Pattern, Plan, Problem, Tile

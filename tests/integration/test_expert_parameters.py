@@ -25,7 +25,7 @@ from training_run import Feature, Training
 
 import flux_megatron
 from flux_megatron.integration import expert_layers, expert_parameters
-from flux_megatron.kernels.expert_weights import as_one
+from flux_megatron.kernels.experts.weights import as_one
 
 SEQUENCE = 8
 

@@ -17,7 +17,9 @@ import triton  # noqa: F401, before our kernels: see `compile_source`
 from compile_source import code_of, fixed_by, source_of, write_ptx
 from recorded_launches import launchers_of, memory
 
-from flux_megatron.kernels import embedding_a2a, embedding_gradient, launch
+from flux_megatron.kernels import launch
+from flux_megatron.kernels.embedding import a2a as embedding_a2a
+from flux_megatron.kernels.embedding import gradient as embedding_gradient
 from flux_megatron.kernels.triton_launch import Launcher
 
 SHORT = {torch.bfloat16: "bf16", torch.float32: "fp32"}

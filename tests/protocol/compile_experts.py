@@ -13,11 +13,11 @@ import compile_kernels
 from compile_kernels import compiled
 from compile_source import write_ptx
 
-from flux_megatron.kernels.a2a_gemm import a2a_gemm_kernel
-from flux_megatron.kernels.expert_routes import exchange_counts_kernel
-from flux_megatron.kernels.expert_wgrad import expert_wgrad_kernel
-from flux_megatron.kernels.gemm_a2a import expert_collect_kernel, gemm_a2a_kernel
-from flux_megatron.kernels.signalled_experts import signalled_experts_kernel
+from flux_megatron.kernels.experts.a2a_gemm import a2a_gemm_kernel
+from flux_megatron.kernels.experts.gemm_a2a import expert_collect_kernel, gemm_a2a_kernel
+from flux_megatron.kernels.experts.routes import exchange_counts_kernel
+from flux_megatron.kernels.experts.signalled import signalled_experts_kernel
+from flux_megatron.kernels.experts.wgrad import expert_wgrad_kernel
 from flux_megatron.problem import Tile
 
 _TYPES = {

@@ -28,18 +28,15 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from flux_megatron.kernels import (
-    hopper_a2a_gemm,
-    hopper_ag_gemm,
-    hopper_config,
-    hopper_gemm_a2a,
-    hopper_gemm_rs,
-    hopper_signalled_gemm,
-    launch,
-)
-from flux_megatron.kernels.expert_call import ExpertCall
-from flux_megatron.kernels.expert_weights import ExpertWeights
-from flux_megatron.kernels.hopper_gathered_sums import Gathering
+from flux_megatron.kernels import launch
+from flux_megatron.kernels.experts import hopper_a2a_gemm, hopper_gemm_a2a
+from flux_megatron.kernels.experts.call import ExpertCall
+from flux_megatron.kernels.experts.weights import ExpertWeights
+from flux_megatron.kernels.hopper import ag_gemm as hopper_ag_gemm
+from flux_megatron.kernels.hopper import config as hopper_config
+from flux_megatron.kernels.hopper import gemm_rs as hopper_gemm_rs
+from flux_megatron.kernels.hopper import signalled_gemm as hopper_signalled_gemm
+from flux_megatron.kernels.hopper.gathered_sums import Gathering
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.overlap import hopper
 from flux_megatron.problem import Pattern, Plan, Problem

@@ -18,12 +18,12 @@ import triton  # noqa: F401, before our kernels: see `compile_source`
 from broken_kernels import BROKEN
 from compile_source import code_of, source_of, write_ptx
 
-from flux_megatron.kernels.ag_gemm import ag_gemm_kernel
-from flux_megatron.kernels.gemm_rs import gemm_rs_kernel
+from flux_megatron.kernels.portable.ag_gemm import ag_gemm_kernel
+from flux_megatron.kernels.portable.gemm_rs import gemm_rs_kernel
+from flux_megatron.kernels.portable.reduce_received import reduce_received_kernel
+from flux_megatron.kernels.portable.signalled_gemm import signalled_gemm_kernel
+from flux_megatron.kernels.portable.wait_sources import wait_sources_kernel
 from flux_megatron.kernels.rank_barrier import rank_barrier_kernel
-from flux_megatron.kernels.reduce_received import reduce_received_kernel
-from flux_megatron.kernels.signalled_gemm import signalled_gemm_kernel
-from flux_megatron.kernels.wait_sources import wait_sources_kernel
 from flux_megatron.overlap import fused
 from flux_megatron.problem import Pattern, Problem, Tile
 

@@ -24,7 +24,8 @@ from kept_code import compiled_or_kept
 from recorded_launches import launchers_of, memory
 from triton.backends.compiler import GPUTarget
 
-from flux_megatron.kernels import expert_activation, launch, norm
+from flux_megatron.kernels import launch, norm
+from flux_megatron.kernels.experts import activation as expert_activation
 from flux_megatron.kernels.triton_launch import Launcher
 
 CASES = [(torch.bfloat16, N) for N in (100, 4096, 8192, 12288)] + [(torch.float32, 8192)]

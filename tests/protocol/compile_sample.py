@@ -17,7 +17,8 @@ import torch
 from compile_kernels import ARCHITECTURES, shipped
 from forked_work import write_results
 
-from flux_megatron.kernels import hopper_gemm, launch
+from flux_megatron.kernels import launch
+from flux_megatron.kernels.hopper import gemm as hopper_gemm
 
 
 def portable() -> Iterator[tuple[str, Callable[[], dict]]]:

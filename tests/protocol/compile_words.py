@@ -14,9 +14,9 @@ import triton  # noqa: F401, before our kernels: see `compile_source`
 from compile_kernels import compiled
 from compile_source import write_ptx
 
-from flux_megatron.kernels import ag_gemv
-from flux_megatron.kernels.ag_gemv import ag_gemv_kernel
-from flux_megatron.kernels.gemv_ar import gemv_ar_kernel, sum_columns
+from flux_megatron.kernels.few_rows import ag_gemv
+from flux_megatron.kernels.few_rows.ag_gemv import ag_gemv_kernel
+from flux_megatron.kernels.few_rows.gemv_ar import gemv_ar_kernel, sum_columns
 from flux_megatron.overlap import low_latency, low_latency_plans
 from flux_megatron.problem import Pattern, Problem
 

@@ -123,8 +123,6 @@ class HopperKernels:
             for module, name in KERNELS.items():
                 kernel = gluon.kernel(name, parameters[name], names[name])
                 stack.enter_context(mock.patch.object(getattr(product, module), name, kernel))
-            stack.enter_context(
-                mock.patch.object(product.hopper_descriptors, "descriptor_of", Descriptor)
-            )
+            stack.enter_context(mock.patch.object(product.descriptors, "descriptor_of", Descriptor))
             stack.callback(product.triton_launch._launchers.clear)  # they hold these kernels
             yield

@@ -86,14 +86,10 @@ torch.cuda.Event = lambda: SimpleNamespace(record=lambda stream: None, cuda_even
 torch._C._cuda_getCurrentRawStream = lambda device: CALLERS
 
 from flux_megatron import ops, pieces, settings
-from flux_megatron.kernels import (
-    hopper_config,
-    hopper_gemm,
-    hopper_probe,
-    launch,
-    native_launch,
-    triton_launch,
-)
+from flux_megatron.kernels import launch, native_launch, triton_launch
+from flux_megatron.kernels.hopper import config as hopper_config
+from flux_megatron.kernels.hopper import gemm as hopper_gemm
+from flux_megatron.kernels.hopper import probe as hopper_probe
 from flux_megatron.nn import functions as layers
 from flux_megatron.overlap import calls, fused, low_latency, sequential
 from flux_megatron.overlap.calls import InFlight

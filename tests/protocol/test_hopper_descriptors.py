@@ -11,7 +11,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 import hopper_kernels
 
-from flux_megatron.kernels.hopper_descriptors import described, described_w
+from flux_megatron.kernels.descriptors import described, described_w
 
 
 def test_one_is_made_for_each_address_shape_dtype_and_block():

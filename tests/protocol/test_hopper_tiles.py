@@ -15,17 +15,15 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from flux_megatron.kernels import (
-    hopper_ag_gemm,
-    hopper_config,
-    hopper_gathered_rows,
-    hopper_gemm,
-    hopper_split_k,
-    hopper_tile_order,
-    launch,
-)
+from flux_megatron.kernels import launch
+from flux_megatron.kernels.hopper import ag_gemm as hopper_ag_gemm
+from flux_megatron.kernels.hopper import config as hopper_config
+from flux_megatron.kernels.hopper import gathered_rows as hopper_gathered_rows
+from flux_megatron.kernels.hopper import gemm as hopper_gemm
+from flux_megatron.kernels.hopper import split_k as hopper_split_k
+from flux_megatron.kernels.hopper import tile_order as hopper_tile_order
+from flux_megatron.kernels.hopper.split_tiles import PARTS_MAX, SplitK, split_last_wave
 from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.kernels.split_k import PARTS_MAX, SplitK, split_last_wave
 from flux_megatron.symm.signals import SPLIT_TILES
 
 SMS = 132

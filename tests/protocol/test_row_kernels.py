@@ -15,7 +15,8 @@ from memory_checker import checked_launches
 from ptx_order import Ptx
 from triton.runtime.errors import InterpreterError
 
-from flux_megatron.kernels import expert_activation, norm
+from flux_megatron.kernels import norm
+from flux_megatron.kernels.experts import activation as expert_activation
 
 SCRIPT = "compile_rows.py"
 SHARED_BYTES_MAX = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}

@@ -16,7 +16,7 @@ from ptx_order import (
     parsed,
 )
 
-from flux_megatron.kernels import hopper_gemm
+from flux_megatron.kernels.hopper import gemm as hopper_gemm
 
 SCRIPT = "compile_sample.py"
 pytestmark = pytest.mark.timeout(900)

@@ -23,7 +23,7 @@ from ptx_order import (
     check_needed,
 )
 
-from flux_megatron.kernels.hopper_config import BARRIERS_BYTES
+from flux_megatron.kernels.hopper.config import BARRIERS_BYTES
 from flux_megatron.kernels.shared_memory import HOPPER, stages_bytes
 from flux_megatron.kernels.sizes import rows_of
 from flux_megatron.overlap import low_latency_plans

@@ -82,7 +82,7 @@ def test_epochs_wrap_around_and_old_words_are_renewed(package, last):
 
 PART, DRAW = "        part = tile - pieces", "        ticket = begin_draw(work, NUM_WARPS)\n"
 ONLY_NOW = "        # only now: a CTA that waits must not keep the next tile from others\n"
-DRAWN_EARLY = Mutation("kernels/ag_gemv.py", ((PART, DRAW + PART), (ONLY_NOW + DRAW, "")))
+DRAWN_EARLY = Mutation("kernels/few_rows/ag_gemv.py", ((PART, DRAW + PART), (ONLY_NOW + DRAW, "")))
 
 
 def drawn_at_waits(package: PackageCopy) -> list[int]:

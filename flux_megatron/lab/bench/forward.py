@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import ops
-from flux_megatron.kernels.hopper_config import wide_tile
+from flux_megatron.kernels.hopper.config import wide_tile
 from flux_megatron.lab import reference
 from flux_megatron.lab.bench.candidates import (
     Call,
@@ -114,7 +114,8 @@ class Forward:
     def _local_kernel(self) -> tuple[Call | None, str]:
         """Our GEMM without communication, or the reason why it cannot run."""
         try:
-            from flux_megatron.kernels import hopper_ag_gemm, hopper_gemm
+            from flux_megatron.kernels.hopper import ag_gemm as hopper_ag_gemm
+            from flux_megatron.kernels.hopper import gemm as hopper_gemm
         except ImportError as error:
             return None, str(error)
         x, w, layout = self.gathered, self.w, self.case.layout

@@ -146,7 +146,7 @@ class Layer:
         return ops.run_gemm_rs(self.x, self.w, self.group, plan=plan, scaling=scaling)
 
     def hopper_gemm(self) -> Tensor:
-        from flux_megatron.kernels import hopper_ag_gemm
+        from flux_megatron.kernels.hopper import ag_gemm as hopper_ag_gemm
 
         return hopper_ag_gemm.gemm(self.gathered, self.w, "nt", self.plan.tile, self.scaling)
 

@@ -71,7 +71,7 @@ class Rank:
         reduced = summed.chunk(R)[self.group.rank()]
         self.made = {f"library gemm {shape}": (lambda: gathered @ right, product)}
         if self.device.type == "cuda" and torch.cuda.get_device_capability()[0] == 9:
-            from flux_megatron.kernels import hopper_ag_gemm
+            from flux_megatron.kernels.hopper import ag_gemm as hopper_ag_gemm
 
             alone = partial(hopper_ag_gemm.gemm, gathered, w, layout)
             self.made[f"hopper gemm {shape}"] = (alone, product)

@@ -1,0 +1,1 @@
+"""Kernels of mixtures of experts: rows that travel to experts and back."""

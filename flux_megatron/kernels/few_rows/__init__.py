@@ -1,0 +1,1 @@
+"""Kernels of few rows: words that carry their flag."""

@@ -1,0 +1,1 @@
+"""Kernels of Hopper, in Gluon: warp-specialised, by TMA and wgmma."""

@@ -1,0 +1,1 @@
+"""Kernels of plain Triton: any GPU, and the interpreter."""
