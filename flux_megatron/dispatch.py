@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, NoReturn, TypeVar
@@ -25,11 +24,11 @@ from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.scaling import Scaling
 from flux_megatron.symm.groups import name_of
+from flux_megatron.symm.program import Builder
 from flux_megatron.symm.space import Guard, Workspace
 from flux_megatron.symm.workspace import workspace
 from flux_megatron.tuning import choice
 
-_UNGUARDED = nullcontext()
 S = TypeVar("S")
 LAYOUTS = ("nt", "nn")
 SHAPES = {2: "two matrices", 3: "a matrix and one for each expert"}  # by the dimensions of w
@@ -60,11 +59,7 @@ class Choice(Generic[S]):
 @dataclass(frozen=True)
 class Decision(Choice[registry.Strategy]):
     problem: Problem
-
-    def guard(self) -> AbstractContextManager[None]:
-        """Around the strategy's calls (`Workspace.guard`): programs need none."""
-        by_program = self.strategy in registry.BY_PROGRAM
-        return _UNGUARDED if by_program else self.workspace.guard()
+    build: Builder
 
     def gather_plan(self) -> Plan:
         """The plan of the gather of x beside this GEMM+RS in a column layer's backward; the log of
@@ -197,7 +192,8 @@ def _new_decision(
         warnings.warn(f"flux_megatron: FLUX_MEGATRON_FP8_WIRE=1: {why}", stacklevel=2)
     description = f"{problem} with {plan.dumps()}"
     strategy = registry.strategy(problem, plan.strategy)
-    return Decision(str(pattern), strategy, plan, space, fallback, description, problem)
+    build = strategy.BUILDERS[pattern]
+    return Decision(str(pattern), strategy, plan, space, fallback, description, problem, build)
 
 
 def _problem(

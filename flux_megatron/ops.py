@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron import operators, settings
 from flux_megatron.dispatch import (
+    Decision,
     decide,
     gather_refused,
     guard,
@@ -24,12 +24,12 @@ from flux_megatron.dispatch import (
     refuse,
     without_rows,
 )
-from flux_megatron.overlap import differentiable
+from flux_megatron.overlap import calls, differentiable
+from flux_megatron.overlap.library_gemm import blocks_refused
 from flux_megatron.overlap.low_latency import MOST_ROWS
 from flux_megatron.overlap.operands import awaited, dense, is_plain, local, memory, product
 from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.report import note_fallback
-from flux_megatron.overlap.sequential import blocks_refused
 from flux_megatron.problem import Pattern, Plan, plan_text
 from flux_megatron.scaling import Scaling, scaling_of
 from flux_megatron.symm.groups import given, group_named, name_of
@@ -206,37 +206,40 @@ def run_ag_gemm(
     decision = decide(Pattern.AG_GEMM, x, w, bias, group, layout, plan, scaling)
     decision.report_fallback()
     plan, space, scaling = decision.plan, decision.workspace, dense(scaling)
-    with decision.guard():
-        y = decision.strategy.ag_gemm(x, w, bias, layout, plan, space, consume, scaling)
+    y = calls.whole(decision.build, x, w, bias, layout, plan, space, consume, scaling)
     decision.count()
     return y
 
 
-def reduced(
-    pattern: Pattern, function: str, made: Callable | None, x: Tensor, w: Tensor,
-    group: ProcessGroup, *, layout: str = "nt", plan: Plan | None = None,
-    scaling: Scaling | None = None,
-) -> Any:  # fmt: skip
-    """What this function of the chosen strategy gives; of no rows y, or what is `made` of it."""
-    x, w = in_memory(pattern, x, w, group)
-    if without_rows(pattern, x, w, group, layout):
-        y = product(x, w, layout)
-        return made(y) if made else y
+def decided(
+    pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup, layout: str, plan: Plan | None,
+    scaling: Scaling | None,
+) -> tuple[Decision, Scaling | None]:  # fmt: skip
+    """Which program sums x @ w over the ranks; the scales as it takes them."""
     if scaling and settings.get().fp8_wire:
         scaling = scaling._replace(wire=True)
     decision = decide(pattern, x, w, None, group, layout, plan, scaling)
     decision.report_fallback()
-    scaled = (dense(scaling),) if scaling else ()
+    return decision, dense(scaling)
+
+
+def _reduced(
+    pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt",
+    plan: Plan | None = None, scaling: Scaling | None = None,
+) -> Tensor:  # fmt: skip
+    x, w = in_memory(pattern, x, w, group)
+    if without_rows(pattern, x, w, group, layout):
+        return product(x, w, layout)
+    decision, scaling = decided(pattern, x, w, group, layout, plan, scaling)
     plan, space = decision.plan, decision.workspace
-    with decision.guard():
-        result = getattr(decision.strategy, function)(x, w, layout, plan, space, *scaled)
+    y = calls.whole(decision.build, x, w, None, layout, plan, space, None, scaling)
     decision.count()
-    return result
+    return y
 
 
 # `gemm_reduce_scatter` and `gemm_all_reduce` without torch's operator
-run_gemm_rs = partial(reduced, Pattern.GEMM_RS, "gemm_rs", None)
-run_gemm_ar = partial(reduced, Pattern.GEMM_AR, "gemm_ar", None)
+run_gemm_rs = partial(_reduced, Pattern.GEMM_RS)
+run_gemm_ar = partial(_reduced, Pattern.GEMM_AR)
 
 _all_gather_gemm = operators.all_gather_gemm(run_ag_gemm)
 _gemm_reduce_scatter = operators.gemm_reduce_scatter(run_gemm_rs)

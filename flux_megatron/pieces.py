@@ -4,21 +4,51 @@ between the start of a call and its `finish`, which gives the result.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron.dispatch import decide, undecided, without_rows
-from flux_megatron.ops import in_memory, reduced
-from flux_megatron.overlap import calls
+from flux_megatron.ops import decided, in_memory
+from flux_megatron.overlap import calls, registry, transfer
 from flux_megatron.overlap.operands import memory, product
-from flux_megatron.overlap.sequential import UnderWay
-from flux_megatron.problem import Pattern
+from flux_megatron.problem import Pattern, Plan
 from flux_megatron.scaling import Scaling
 
-start_gemm_rs = partial(reduced, Pattern.GEMM_RS, "start_gemm_rs", UnderWay)
-start_gemm_ar = partial(reduced, Pattern.GEMM_AR, "start_gemm_ar", UnderWay)
+_BESIDE = Plan("pipelined")
+
+
+@dataclass(frozen=True)
+class Done:
+    """Stands for a call of no rows: its result is there."""
+
+    result: Tensor
+
+    def complete(self) -> Tensor:
+        return self.result
+
+    finish = complete
+
+    def close(self) -> None: ...
+
+
+def _start(
+    pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt",
+    plan: Plan | None = None, scaling: Scaling | None = None,
+) -> calls.InFlight | Done:  # fmt: skip
+    x, w = in_memory(pattern, x, w, group)
+    if without_rows(pattern, x, w, group, layout):
+        return Done(product(x, w, layout))
+    decision, scaling = decided(pattern, x, w, group, layout, plan, scaling)
+    call = calls.start(decision.build, x, w, layout, decision.plan, decision.workspace, scaling)
+    decision.count()
+    return call
+
+
+start_gemm_rs = partial(_start, Pattern.GEMM_RS)
+start_gemm_ar = partial(_start, Pattern.GEMM_AR)
 
 
 def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt"):
@@ -27,10 +57,10 @@ def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt
     """
     x, w = in_memory(Pattern.AG_GEMM, x, w, group)
     if without_rows(Pattern.AG_GEMM, x, w, group, layout):
-        return UnderWay(x)
+        return Done(x)
     decision = decide(Pattern.AG_GEMM, x, w, None, group, layout, None)
-    with decision.guard():
-        return decision.strategy.start_gather(x, decision.plan, decision.workspace)
+    build = registry.gather_rows(decision.plan)
+    return calls.start_gather(build, x, decision.plan, decision.workspace)
 
 
 def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGroup):
@@ -42,13 +72,13 @@ def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGro
     dy, w = in_memory(Pattern.GEMM_RS, dy, w, group)
     x = memory("x", x)
     if without_rows(Pattern.GEMM_RS, dy, w, group, "nn"):
-        return UnderWay(x), UnderWay(product(dy, w, "nn"))
+        return Done(x), Done(product(dy, w, "nn"))
     decision = decide(Pattern.GEMM_RS, dy, w, None, group, "nn", None)
     decision.report_fallback()
-    strategy, space, gather_plan = decision.strategy, decision.workspace, decision.gather_plan()
+    space, gather_plan = decision.workspace, decision.gather_plan()
     with space.guard():  # the gather is open if the scatter cannot begin
-        gather = strategy.start_gather(x, gather_plan, space)
-        scatter = strategy.start_gemm_rs(dy, w, "nn", decision.plan, space)
+        gather = calls.start_gather(registry.gather_rows(gather_plan), x, gather_plan, space)
+        scatter = calls.start(decision.build, dy, w, "nn", decision.plan, space)
     decision.count()
     return gather, scatter
 
@@ -63,4 +93,4 @@ def start_gather_beside(x: Tensor, scales: Tensor | None, group: ProcessGroup) -
         scales = memory("scales", scales)
         scaling = Scaling(scales, scales, x.dtype, False, True)
     space = undecided(group, x.device, f"gather of {[*x.shape]} {x.dtype} beside other calls")
-    return calls.start_gather_beside(x, scaling, space)
+    return calls.start_gather(transfer.gather_beside, x, _BESIDE, space, scaling)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +17,10 @@ import flux_megatron
 from flux_megatron import errors, pieces
 from flux_megatron.lab import reference
 from flux_megatron.nn.functions import local_linear, row_linear
-from flux_megatron.overlap import fused, pipelined, registry, sequential
-from flux_megatron.problem import Pattern
+from flux_megatron.overlap import calls, registry
+from flux_megatron.overlap.calls import InFlight
+from flux_megatron.problem import Pattern, Plan
+from flux_megatron.symm.program import Builder
 from flux_megatron.symm.workspace import workspace
 from flux_megatron.tuning import choice
 from flux_megatron.wgrad import accumulate_wgrad_by_torch
@@ -33,13 +34,17 @@ def test_the_plan_of_dgrad_says_how_x_is_gathered_before_it(rank):
     """What a column layer's backward starts where its forward and its dgrad have two strategies."""
     started: list[str] = []
 
-    def noted(strategy: ModuleType, name: str) -> Callable:
-        function, said = getattr(strategy, name), f"{strategy.__name__.rpartition('.')[2]}.{name}"
-        return lambda *given: (started.append(said), function(*given))[1]
+    right_gather, right_start = calls.start_gather, calls.start
 
-    for strategy in (sequential, fused, pipelined):
-        for name in ("start_gather", "start_gemm_rs"):
-            setattr(strategy, name, noted(strategy, name))
+    def start_gather(build: Builder, x: Tensor, plan: Plan, *given: object) -> InFlight:
+        started.append(f"gather {plan.strategy}")
+        return right_gather(build, x, plan, *given)
+
+    def start(build: Builder, x: Tensor, w: Tensor, layout: str, plan: Plan, *given: object):
+        started.append(f"scatter {plan.strategy}")
+        return right_start(build, x, w, layout, plan, *given)
+
+    calls.start_gather, calls.start = start_gather, start
     for gathers, scatters in itertools.permutations(["sequential", "fused", "pipelined"], 2):
         space = workspace(dist.group.WORLD, here())
         space.checked.clear()
@@ -52,7 +57,7 @@ def test_the_plan_of_dgrad_says_how_x_is_gathered_before_it(rank):
         y = apply(made, *given)
         started.clear()
         y.backward(made.dy[rank].to(DEVICE))
-        expected = [f"{scatters}.start_gather", f"{scatters}.start_gemm_rs"]
+        expected = [f"gather {scatters}", f"scatter {scatters}"]
         assert started == expected, (gathers, scatters)
         assert_exact(given[0].grad, made.dx[rank], scatters)
         assert_exact(given[1].grad, made.dw[rank], scatters)

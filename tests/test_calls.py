@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -26,7 +27,7 @@ from flux_megatron.scaling import Scaling
 from flux_megatron.symm import channel as channels
 from flux_megatron.symm.enqueue import always
 from flux_megatron.symm.lru_cache import LRUCache
-from flux_megatron.symm.program import CallProgram
+from flux_megatron.symm.program import Builder, CallProgram
 from flux_megatron.symm.steps import Slot
 
 pytest_plugins = ("fake_engines",)
@@ -215,9 +216,17 @@ def operands(number: int) -> tuple[Tensor, Tensor]:
     return memory[16 : 16 + M * K].view(M, K), memory[100 : 100 + N * K].view(N, K)
 
 
-ag_gemm = calls.gathering(gemms)
-whole, start = calls.reducing(gemms)
-by_kernel, _ = calls.reducing(kernel_call)
+ag_gemm, start = partial(calls.whole, gemms), partial(calls.start, gemms)
+
+
+def of(build: Builder) -> Callable[..., Tensor]:
+    def call(x: Tensor, w: Tensor, layout: str, plan: Plan, space: Space, *scaling: Scaling):
+        return calls.whole(build, x, w, None, layout, plan, space, None, *scaling)
+
+    return call
+
+
+whole, by_kernel = of(gemms), of(kernel_call)
 
 
 def program(space: Space) -> CallProgram:
@@ -317,7 +326,7 @@ def test_each_of_two_channels_has_its_own_epoch(space, watched, monkeypatch):
     space.channels["scatter"].epoch = 40
     begin = lambda name, *given: space.channels[name].begin(False)  # noqa: E731
     monkeypatch.setattr(space, "begin", begin)
-    call, _ = calls.reducing(two_signals)
+    call = of(two_signals)
     for number in range(1, 4):
         call(*operands(number), "nt", PLAN, space)
         assert [one[3] for one in space.driver.done()] == [number, 40 + number]
@@ -342,7 +351,7 @@ def test_no_lists_are_made_of_a_captured_call(space, monkeypatch):
 
 
 def test_c_is_asked_before_the_first_function_of_torch(space):
-    call, _ = calls.reducing(gemm_first)
+    call = of(gemm_first)
     call(*operands(0), "nt", PLAN, space)
     space.driver.word("fake_capturing").value = 1
     refused = InFlight(program(space), *operands(1), None)
@@ -536,7 +545,7 @@ def test_programs_differ_by_all_that_they_are_built_for(space):
 
 @pytest.mark.parametrize("watched_from", [0, 2, 4])
 def test_the_scales_of_fp8_are_those_of_each_call(space, watched_from, monkeypatch):
-    call, _ = calls.reducing(scales_read)
+    call = of(scales_read)
     for number in range(4):  # each at an address of its own, which is no multiple of 16
         monkeypatch.setattr(calls, "is_watched", lambda at=number: at >= watched_from)
         x_scale, w_scale = torch.rand(100)[1:3]

@@ -13,7 +13,7 @@ import torch
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.hopper import epilogue as hopper_epilogue
-from flux_megatron.overlap import sequential, transfer
+from flux_megatron.overlap import library_gemm, transfer
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.scaling import E4M3, Scaling, block_shapes
 from flux_megatron.symm.program import CallProgram, Move
@@ -34,9 +34,9 @@ def test_a_bias_in_fp32_is_added_to_what_the_library_gives(out_dtype):
 
     with (
         mock.patch.object(torch, "_scaled_mm", library),
-        mock.patch.object(sequential, "_in_library", return_value=True),
+        mock.patch.object(library_gemm, "_in_library", return_value=True),
     ):
-        y = sequential.scaled_gemm(x, w, bias, Scaling(ONE, ONE, out_dtype, False, False))
+        y = library_gemm.scaled_gemm(x, w, bias, Scaling(ONE, ONE, out_dtype, False, False))
     assert (given[0] is None) == (out_dtype is torch.float32)
     assert torch.equal(y, torch.full_like(y, 33))
 
@@ -50,13 +50,13 @@ def test_fp8_needs_compute_capability_8_9(capability, has_it, monkeypatch):
     said = None if has_it else "FP8 needs a GPU of compute capability 8.9 or more, this one has 8.0"
     assert launch.supports_scaled(PROBLEM) == said
     x = SimpleNamespace(device=GPU)
-    assert sequential._in_library(x, Scaling(ONE, ONE, torch.bfloat16, False, False)) == has_it
+    assert library_gemm._in_library(x, Scaling(ONE, ONE, torch.bfloat16, False, False)) == has_it
 
 
 def test_the_library_takes_blockwise_scales_of_four_rows_each():
-    with mock.patch.object(sequential, "_refusal", return_value=None):
-        assert sequential.blocks_refused(GPU, 8, 512) is None
-        said = sequential.blocks_refused(GPU, 6, 512)
+    with mock.patch.object(library_gemm, "_refusal", return_value=None):
+        assert library_gemm.blocks_refused(GPU, 8, 512) is None
+        said = library_gemm.blocks_refused(GPU, 6, 512)
     assert said == "6 rows in a GEMM with blockwise scales, a multiple of 4 expected"
 
 

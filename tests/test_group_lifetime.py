@@ -21,7 +21,7 @@ import flux_megatron
 from flux_megatron import errors, ops, pieces, settings
 from flux_megatron.expert_parallel.ops import a2a_gemm
 from flux_megatron.kernels.triton_launch import Launcher
-from flux_megatron.overlap import collectives, fused, transfer
+from flux_megatron.overlap import calls, collectives, transfer
 from flux_megatron.overlap import stage as stages
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import call_log, groups
@@ -274,7 +274,7 @@ def test_no_call_ends_before_all_its_signals_are_awaited(rank):
     """
     x = torch.full((4, 8), float(rank), device=DEVICE)
     space, waited = workspace(dist.group.WORLD, here()), []
-    gather = fused.start_gather(x, Plan("fused"), space)
+    gather = calls.start_gather(transfer.gather_rows, x, Plan("fused"), space)
     launch = Launcher.launch
 
     def launched(launcher: Launcher, *given: object) -> None:

@@ -73,7 +73,7 @@ overlap: errors patterns problem scaling settings symm kernels | torch
 # between the GPUs; which tiles are split, for a prediction of them
 tuning: errors patterns problem settings shipped symm kernels.compiled_ahead kernels.sizes
     kernels.triton_launch overlap wgrad | torch | cuda triton
-dispatch: errors problem scaling settings symm.groups symm.space symm.workspace
+dispatch: errors problem scaling settings symm.groups symm.program symm.space symm.workspace
     overlap.operands overlap.registry overlap.report tuning.choice tuning.environment | torch
 operators: problem scaling overlap.differentiable symm.groups | torch
 ops: problem scaling settings overlap dispatch operators symm.groups | torch

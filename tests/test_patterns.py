@@ -3,7 +3,6 @@ global sizes; plans survive their text.
 """
 
 from dataclasses import FrozenInstanceError, replace
-from unittest import mock
 
 import pytest
 import torch
@@ -81,15 +80,6 @@ def test_the_command_says_what_works_and_why_not(monkeypatch, capsys):
     found = {(line.operation, line.strategy): line for line in page.lines(4)}
     assert found["ag_gemm", "pipelined"].backward == page.NOT_BUILT
     assert found["gemm_rs", "pipelined"].forward == page.NOT_BUILT
-
-
-def test_a_whole_call_is_put_together_from_its_pieces():
-    pieces, given = mock.Mock(spec=list(Pattern)), (1, 2, "nt", 4, 5)
-    for pattern, asked in {COLUMN: (1, 2, None, "nt", 4, 5, None), ROW: given,
-                           Pattern.GEMM_AR: given}.items():  # fmt: skip
-        piece = getattr(pieces, pattern)
-        assert registry.forward(pieces, pattern)(*given) is piece.return_value
-        piece.assert_called_once_with(*asked)
 
 
 SIZES = st.sampled_from([16, 32, 64, 128, 256])

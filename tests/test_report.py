@@ -18,7 +18,7 @@ from flux_megatron.embedding import fused_bags
 from flux_megatron.expert_parallel import call
 from flux_megatron.expert_parallel import ops as expert_ops
 from flux_megatron.nn.functions import column_parallel_linear
-from flux_megatron.overlap import fused
+from flux_megatron.overlap import calls
 from flux_megatron.overlap import report as report_module
 from flux_megatron.overlap.report import (
     Layers,
@@ -123,12 +123,12 @@ def test_a_call_is_counted_when_it_is_enqueued(rank):
         with mock.patch.object(module, name, side_effect=KeyError), pytest.raises(KeyError):
             operation(*given, group, **options)
 
-    for pattern, operation in ops.OPERATIONS.items():
+    for operation in ops.OPERATIONS.values():
         operation(x, w, group)
-        fails(fused, str(pattern), operation, x, w)
-    for name in ("start_gemm_rs", "start_gemm_ar"):
-        fails(fused, name, getattr(pieces, name), x, w)
-    fails(fused, "start_gather", pieces.start_gather_and_gemm_rs, x, x, w)
+        fails(calls, "whole", operation, x, w)
+    for operation in (pieces.start_gemm_rs, pieces.start_gemm_ar):
+        fails(calls, "start", operation, x, w)
+    fails(calls, "start_gather", pieces.start_gather_and_gemm_rs, x, x, w)
     bags = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.arange(3, device=DEVICE)
     fails(fused_bags, "forward", flux_megatron.embedding_all_to_all, w[None], *bags)
     given = x[:2], w[None], torch.ones(2, 1, dtype=torch.int32, device=DEVICE)

@@ -21,7 +21,8 @@ from ranks import on_cpu_ranks
 from flux_megatron import errors, ops, pieces
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.nn.functions import column_parallel_linear
-from flux_megatron.overlap import fused, pipelined
+from flux_megatron.overlap import calls, fused, library_gemm, pipelined
+from flux_megatron.patterns import COLUMN
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm.copy_engine import CopyEngine
 from flux_megatron.symm.cpu_backend import CpuCopyEngine
@@ -207,11 +208,11 @@ def test_the_local_shard_is_copied_behind_the_gemms(rank, strategy):
     with (
         mock.patch.object(CpuCopyEngine, "copy", noting("copy", CpuCopyEngine.copy)),
         mock.patch.object(Launcher, "launch", noting("gemm", Launcher.launch)),
-        mock.patch.object(pipelined, "_gemm", noting("gemm", pipelined._gemm)),
+        mock.patch.object(library_gemm, "_gemm", noting("gemm", library_gemm._gemm)),
     ):
         space = workspace(dist.group.WORLD, x.device)
         plan = plan_of(strategy, tile=FUSED.tile)
-        GATHERING[strategy].ag_gemm(x, w, None, "nn", plan, space, consume)
+        calls.whole(GATHERING[strategy].BUILDERS[COLUMN], x, w, None, "nn", plan, space, consume)
     gemms = [at for at, what in enumerate(seen) if what == "gemm"]
     assert seen[: gemms[0]] == ["copy"], "the push comes first"
     assert seen[gemms[-1] + 1 :] == ["copy", "consumed"]

@@ -4,6 +4,7 @@ plan has won: ties, noise, and run-offs of what noise cannot tell apart.
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -15,7 +16,7 @@ from races import FakeRace, agreed, defaults, measured, some_problem
 from ranks import DEVICE, on_device_ranks
 
 from flux_megatron import errors
-from flux_megatron.overlap import fused, registry, sequential
+from flux_megatron.overlap import calls, fused, library_gemm, registry
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.symm.space import Workspace
 from flux_megatron.tuning import beside, tuner
@@ -24,6 +25,12 @@ from flux_megatron.tuning.timing import Race, race
 from flux_megatron.tuning.trial import Trial
 
 PLAIN, FUSED, PIPELINED = Plan("sequential"), Plan("fused"), Plan("pipelined")
+
+
+def of_fused(other: Callable, right: Callable = calls.whole) -> Callable:
+    """The function of `calls` where `other` makes the calls of `fused`."""
+    builds = [*fused.BUILDERS.values()]
+    return lambda build, *given: (other if build in builds else right)(build, *given)
 
 
 def why_not_measured(problem: Problem, plans: list[Plan]) -> str:
@@ -51,7 +58,7 @@ def test_clocks_that_differ_give_one_plan(rank):
 def test_a_failure_on_one_rank_fails_the_plan_on_all(rank):
     """It leaves a call open: the next plan needs a new workspace."""
     if rank == 1:
-        fused.ag_gemm = mock.Mock(side_effect=MemoryError("no room"))
+        calls.whole = of_fused(mock.Mock(side_effect=MemoryError("no room")))
     problem = some_problem("ag_gemm")
     entry = measured(problem, defaults(problem, "sequential", "fused", "pipelined"))
     (lost,) = agreed(entry).failed
@@ -63,26 +70,26 @@ def test_a_failure_on_one_rank_fails_the_plan_on_all(rank):
 
 @on_device_ranks(2)
 def test_a_plan_with_wrong_results_has_no_time(rank):
-    right_gather, right_scatter = fused.ag_gemm, fused.start_gemm_rs
+    right, right_start = calls.whole, calls.start
 
     def stale_rows(*given: object) -> torch.Tensor:
-        y = right_gather(*given)
+        y = right(*given)
         y[-1] = y[0]
         return y
 
     def no_wgrad(*given: object) -> torch.Tensor:
-        return right_gather(*given[:-1], lambda gathered: None)
+        return right(*given[:-1], lambda gathered: None)
 
     def with_nan(*given: object) -> SimpleNamespace:
-        scatter, column = right_scatter(*given), torch.tensor([3], device=DEVICE)
+        scatter, column = right_start(*given), torch.tensor([3], device=DEVICE)
         return SimpleNamespace(finish=lambda: scatter.finish().index_fill(1, column, torch.nan))
 
     for pattern, layout, wrong, name in [
         ("ag_gemm", "nt", stale_rows, "y"), ("ag_gemm", "nn", no_wgrad, "dw"),
         ("gemm_rs", "nn", with_nan, "y"),
     ]:  # fmt: skip
-        fused.ag_gemm = wrong if pattern == "ag_gemm" else right_gather
-        fused.start_gemm_rs = wrong if pattern == "gemm_rs" else right_scatter
+        calls.whole = of_fused(wrong, right) if pattern == "ag_gemm" else right
+        calls.start = of_fused(wrong, right_start) if pattern == "gemm_rs" else right_start
         problem = some_problem(pattern, layout)
         entry = measured(problem, defaults(problem, "sequential", "fused"))
         (lost,) = entry.failed
@@ -156,7 +163,8 @@ def test_no_room_for_sequential_on_one_rank_is_known_before_a_collective(rank, p
         taken.append(given)
         raise torch.OutOfMemoryError("no room")
 
-    with mock.patch.object(sequential, "_gemm", gemm if rank else sequential._gemm):
+    name = "_gemm_nt" if layout == "nt" else "_gemm"
+    with mock.patch.object(library_gemm, name, gemm if rank else getattr(library_gemm, name)):
         assert why_not_measured(problem, plans) == "rank 1: OutOfMemoryError: no room"
     assert len(taken) == rank
     assert agreed(measured(problem, plans)).failed == ()
@@ -175,8 +183,8 @@ def test_no_symmetric_memory_for_a_trial_is_no_measurement(rank, renewals, fails
         renewed.append(space)
         reserve(self, space)
 
-    turns = [fused.ag_gemm] * (fails_at - 1) + [mock.Mock(side_effect=MemoryError("no room"))] * 9
-    fails = mock.patch.object(fused, "ag_gemm", lambda *given: turns.pop(0)(*given))
+    turns = [calls.whole] * (fails_at - 1) + [mock.Mock(side_effect=MemoryError("no room"))] * 9
+    fails = mock.patch.object(calls, "whole", of_fused(lambda *given: turns.pop(0)(*given)))
     with mock.patch.object(Trial, "reserve", refuse), fails:
         said = why_not_measured(problem, defaults(problem, "sequential", "fused", "pipelined"))
     assert said == "WorkspaceError: ranks cannot share memory"

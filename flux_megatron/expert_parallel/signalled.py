@@ -55,7 +55,7 @@ def gemm_a2a(
             tiles = band.tile_rows * cdiv(call.N, plan.tile.block_n)
             stage.stream.wait_count(stage.count_of(number), tiles)  # wait [D]
             exchange(call.group, _rows(y, band.tokens), _rows(far, band.far))
-    stage.clear(len(order.bands))
+            stage.stream.write(stage.count_of(number), 0)  # for the next call
     join(space)
     return y
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flux_megatron.kernels.triton_launch import Code
-from flux_megatron.overlap import registry, transfer
+from flux_megatron.overlap import registry
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.scaling import Scaling, block_shapes
 from flux_megatron.symm.enqueue import BIAS, W, X
@@ -20,18 +20,17 @@ from flux_megatron.symm.steps import Launch, Slot
 
 def codes(problem: Problem, plan: Plan, space: Workspace) -> Iterator[Code]:
     """Of calls of the problem, and in backward of what runs beside them; with and without a bias,
-    and with gathered rows that are borrowed or not. None of a strategy without programs.
+    and with gathered rows that are borrowed or not.
     """
-    if plan.strategy not in registry.BUILDERS:
-        return
-    build = registry.BUILDERS[plan.strategy][problem.pattern]
+    build = registry.strategy(problem, plan.strategy).BUILDERS[problem.pattern]
     gathers = problem.spec.gathers
     for borrows in (False, True) if gathers else (False,):
         for biased in (False, True) if gathers and not problem.is_backward else (False,):
             yield from _launched(build, problem, plan, space, borrows, biased)
     if problem.is_backward and problem.spec.scatters and not problem.scaled:
         gather_plan = registry.gather_plan(problem, plan)
-        yield from _launched(transfer.gather_rows, problem.dual, gather_plan, space, True, False)
+        gather = registry.gather_rows(gather_plan)
+        yield from _launched(gather, problem.dual, gather_plan, space, True, False)
 
 
 def _launched(

@@ -75,14 +75,15 @@ class _Builder:
         stops = [at for at, step in enumerate(steps) if isinstance(step, TorchCall)]
         ends = [*stops, len(steps)]
         first = self._list(steps[: ends[0]])
-        if begins:
+        asks = begins and bool(self._program.channels)  # collectives ask nothing
+        if asks:
             registers = (*_ALIGNED, *range(MADE, MADE + len(self._program.made)))
             first.require(True, sum(1 << register for register in registers))
         behind = [self._list(steps[at + 1 : end]) for at, end in zip(stops, ends[1:], strict=True)]
         torch_calls = [step for step in steps if isinstance(step, TorchCall)]
         runs = [one.run if len(one) else None for one in behind]
         rest = tuple(zip(torch_calls, runs, strict=True))
-        return Segment(first.run if begins or len(first) else None, rest)
+        return Segment(first.run if asks or len(first) else None, rest)
 
     def _list(self, steps: list[Step]):
         made = enqueue.native().List(self._engine.index, self._words)

@@ -78,7 +78,7 @@ class InFlight:
 
     __slots__ = (
         "_at", "_elsewhere", "_given", "_lists", "calls", "engine", "program",
-        "space", "stream", "tensors",
+        "space", "stream", "tensors", "works",
     )  # fmt: skip
 
     def __init__(
@@ -90,6 +90,7 @@ class InFlight:
         x_scale, w_scale = (None, None) if scaling is None else scaling[:2]
         self.tensors: list[Any] = [x, w, bias, x_scale, w_scale]
         self.calls: list[Call] = []
+        self.works: list[Any] = []  # collectives that nobody has awaited (`overlap.collectives`)
         self._lists: Lists | None = program.lists
         if not self._begun_by_c():
             with space.guard():
@@ -114,8 +115,13 @@ class InFlight:
         try:
             return self._by_c(self._lists) or self._take_back()
         except BaseException as error:
-            self.space.break_off(error)
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        """In the middle of a call, for which other ranks wait whom a collective does not tell."""
+        if self.calls or any(one.open for one in self.space.kept.values()):
+            self.space.break_off(error)
 
     def _take_back(self) -> bool:
         for call in self.calls:
@@ -157,7 +163,9 @@ class InFlight:
             if not captured:
                 self._take_back()
             raise
-        table, epoch, second = calls[0].region.table, calls[0].epoch, 0
+        table, epoch, second = b"", 0, 0
+        if calls:
+            table, epoch = calls[0].region.table, calls[0].epoch
         if len(calls) == 2:
             table, second = table + calls[1].region.table, calls[1].epoch
         addresses = [0 if one is None else one.data_ptr() for one in tensors]
@@ -202,7 +210,7 @@ class InFlight:
                 self.stream, self._elsewhere = stream, True
                 self._given = (self._given[0], stream, *self._given[2:])
                 self.engine.hold(*self.tensors[_MADE:])
-            if self._lists is None:
+            if self._lists is None and self.calls:
                 self.engine.follow()  # which knows of captures too
             else:
                 self._follow_others()
@@ -210,7 +218,7 @@ class InFlight:
             if self._at == len(self.program.borrowed):
                 self._end()
         except BaseException as error:
-            self.space.break_off(error)
+            self._fail(error)
             raise
 
     def _end(self) -> None:
@@ -264,8 +272,8 @@ class InFlight:
         return True
 
     def _follow_others(self) -> None:
-        """Meanwhile another thread may have made a call."""
-        if self.engine._last != self.stream:
+        """Meanwhile another thread may have made a call. Collectives have an order of their own."""
+        if self.engine._last != self.stream and self.calls:
             self.engine.follow()
 
     # What the steps ask for.
@@ -282,58 +290,34 @@ class InFlight:
         raise AssertionError(f"no channel has {operand}")
 
 
-def gathering(build: Builder) -> Callable[..., Tensor]:
-    """`ag_gemm` of a strategy; its rows are borrowed in the only caller step, if there is one."""
-
-    def ag_gemm(
-        x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan, workspace: Workspace,
-        consume: Callable[[Tensor], None] | None, scaling: Scaling | None = None,
-    ) -> Tensor:  # fmt: skip
-        """all_gather(x) @ w + bias; `consume` borrows the gathered rows."""
-        borrows = consume is not None
-        program = program_of(build, x, w, bias, layout, plan, workspace, borrows, scaling)
-        call = InFlight(program, x, w, bias, scaling)
-        if consume is not None:
-            call.borrow(consume)
-        return call.finish()
-
-    return ag_gemm
+def whole(
+    build: Builder, x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan,
+    space: Workspace, consume: Callable[[Tensor], None] | None = None,
+    scaling: Scaling | None = None,
+) -> Tensor:  # fmt: skip
+    """The result of a call. `consume` borrows the gathered rows of AG+GEMM."""
+    borrows = consume is not None
+    program = program_of(build, x, w, bias, layout, plan, space, borrows, scaling)
+    call = InFlight(program, x, w, bias, scaling)
+    if consume is not None:
+        call.borrow(consume)
+    return call.finish()
 
 
-def reducing(build: Builder) -> tuple[Callable[..., Tensor], Callable[..., InFlight]]:
-    """`gemm_rs` and `start_gemm_rs` of a strategy, or `gemm_ar` and `start_gemm_ar`."""
-
-    def whole(
-        x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace,
-        scaling: Scaling | None = None,
-    ) -> Tensor:  # fmt: skip
-        """x @ w, summed over the ranks: y, or this rank's rows of it."""
-        program = program_of(build, x, w, None, layout, plan, workspace, False, scaling)
-        return InFlight(program, x, w, None, scaling).finish()
-
-    def start(
-        x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace,
-        scaling: Scaling | None = None,
-    ) -> InFlight:  # fmt: skip
-        """The same in two steps: `finish` gives y."""
-        program = program_of(build, x, w, None, layout, plan, workspace, True, scaling)
-        return InFlight(program, x, w, None, scaling)
-
-    return whole, start
+def start(
+    build: Builder, x: Tensor, w: Tensor, layout: str, plan: Plan, space: Workspace,
+    scaling: Scaling | None = None,
+) -> InFlight:  # fmt: skip
+    """A sum over the ranks in two steps: `finish` gives what `whole` does."""
+    program = program_of(build, x, w, None, layout, plan, space, True, scaling)
+    return InFlight(program, x, w, None, scaling)
 
 
-def start_gather(x: Tensor, plan: Plan, workspace: Workspace) -> InFlight:
-    """All-gather x [M_shard, K] in the background; `complete` gives [M, K]."""
-    program = program_of(transfer.gather_rows, x, None, None, "", plan, workspace, True)
-    return InFlight(program, x, None, None)
-
-
-def start_gather_beside(x: Tensor, scaling: Scaling | None, space: Workspace) -> InFlight:
-    """The same while other calls are open; behind the rows `complete` gives the scales of x, those
-    of each rank behind the others', if there are any.
+def start_gather(
+    build: Builder, x: Tensor, plan: Plan, space: Workspace, scaling: Scaling | None = None
+) -> InFlight:
+    """All-gather x [M_shard, K] in the background; `complete` gives [M, K], and behind these rows
+    the scales of x, those of each rank behind the others', if there are any.
     """
-    program = program_of(transfer.gather_beside, x, None, None, "", _BESIDE, space, True, scaling)
+    program = program_of(build, x, None, None, "", plan, space, True, scaling)
     return InFlight(program, x, None, None, scaling)
-
-
-_BESIDE = Plan("pipelined")

@@ -1,40 +1,47 @@
-"""Collectives of a group in the background, and the wait for one, also of one to which another rank
-does not come.
+"""Collectives of a group in the background as steps of a program, and the wait for one, also of one
+to which another rank does not come.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from flux_megatron.symm.program import CallProgram
 from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.steps import Slot
 
 _LOOK_S = 0.05
 
 
-class Alone:
-    """Stands for a workspace in a call of this rank alone, which takes the memory of a call with
-    the others.
-    """
-
-    def __init__(self, workspace: Workspace) -> None:
-        self.device, self.group = workspace.device, workspace.group
-
-
 def start(
-    collective: Callable[..., Any], *tensors: torch.Tensor, workspace: Workspace | Alone
-) -> dist.Work | None:
-    """Begin a collective of torch.distributed's. None for one rank `Alone`, which sends nothing and
-    waits for nobody.
-    """
-    if isinstance(workspace, Alone):
-        return None
-    work: dist.Work = collective(*tensors, group=workspace.group, async_op=True)
-    return work
+    p: CallProgram, name: str, collective: Callable[..., dist.Work | None], *slots: Slot
+) -> None:
+    """Begin a collective of torch.distributed's with these tensors, as a phase of this name."""
+    with p.phase(name):
+        p.host(partial(_start, collective), *slots)
+
+
+def _start(collective: Callable[..., dist.Work | None], call: Any, *tensors: torch.Tensor) -> None:
+    space = call.space
+    if not space.alone:
+        call.works.append(collective(*tensors, group=space.group, async_op=True))
+
+
+def wait_for(p: CallProgram) -> None:
+    """Go on behind the collective that the program has started."""
+    with p.phase("wait"):
+        p.host(_wait_for)
+
+
+def _wait_for(call: Any) -> None:
+    if call.works:
+        wait(call.works.pop(), call.space)
 
 
 def wait(work: dist.Work, workspace: Workspace) -> None:

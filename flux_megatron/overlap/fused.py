@@ -21,15 +21,14 @@ from flux_megatron.kernels.hopper import gemm as hopper_gemm
 from flux_megatron.kernels.portable import ag_gemm as ag_gemm_kernels
 from flux_megatron.kernels.portable import gemm_rs as gemm_rs_kernels
 from flux_megatron.kernels.sizes import next_power_of_2
-from flux_megatron.overlap import calls, transfer
+from flux_megatron.overlap import transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.scaling import Scaling, result_dtype
-from flux_megatron.symm.program import CallProgram
+from flux_megatron.symm.program import Builder, CallProgram
 from flux_megatron.symm.signals import comm_rows_at_least
 from flux_megatron.symm.steps import Slot
 
-PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = True
 
 
@@ -143,8 +142,4 @@ def _gemm_ar(p: CallProgram) -> Slot:
     return transfer.all_reduced(p, _sums(p).finish())
 
 
-BUILDERS = {COLUMN: _ag_gemm, ROW: _gemm_rs, Pattern.GEMM_AR: _gemm_ar}
-start_gather = calls.start_gather
-ag_gemm = calls.gathering(_ag_gemm)
-gemm_rs, start_gemm_rs = calls.reducing(_gemm_rs)
-gemm_ar, start_gemm_ar = calls.reducing(_gemm_ar)
+BUILDERS: dict[Pattern, Builder] = {COLUMN: _ag_gemm, ROW: _gemm_rs, Pattern.GEMM_AR: _gemm_ar}

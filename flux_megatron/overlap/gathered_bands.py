@@ -37,16 +37,16 @@ class Arriving(NamedTuple):
 
 
 def ag_gemm(
-    x: Tensor, right: Tensor, group_rows: tuple[int, ...], group: ProcessGroup, stream: CopyEngine,
-    keep: bool, workspace: Workspace,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """all_gather(x [M_shard, K]) @ right [K, N]: y [M, N]; with `keep` also the gathered rows.
-    `group` runs the collectives, which begin on `stream`.
+    group_rows: tuple[int, ...], group: ProcessGroup, stream: CopyEngine, workspace: Workspace,
+    x: Tensor, right: Tensor, y: Tensor, blocks: Tensor, ordered: Tensor | None = None,
+) -> None:  # fmt: skip
+    """all_gather(x [M_shard, K]) @ right [K, N]: y [M, N]. `group` runs the collectives, which
+    begin on `stream`. The rows go to `blocks` [M, K] as they come, and to `ordered` [M, K] by rank.
     """
     rank, shards, (rows, K) = group.rank(), group.size(), x.shape
-    y = x.new_empty(shards, rows, right.shape[1])
-    blocks = x.new_empty(shards * rows, K)
-    ordered = x.new_empty(shards, rows, K) if keep else None
+    y = y.view(shards, rows, -1)
+    if ordered is not None:
+        ordered = ordered.view(shards, rows, K)
 
     def start(first: int, last: int) -> Arriving:
         block = blocks[shards * first : shards * last]
@@ -69,7 +69,6 @@ def ag_gemm(
         if ordered is not None:
             ordered[:, band.first : band.last] = band.block
     stream.join()
-    return y.view(-1, right.shape[1]), None if ordered is None else ordered.view(-1, K)
 
 
 def _multiply(x: Tensor, right: Tensor, *, out: Tensor) -> None:

@@ -25,12 +25,12 @@ from flux_megatron.kernels.hopper import gemm as hopper_gemm
 from flux_megatron.kernels.hopper.config import LOW
 from flux_megatron.kernels.hopper.gemm import COMM_TILES_MAX
 from flux_megatron.kernels.sizes import cdiv, part_columns, tiles_of_shard
-from flux_megatron.overlap import calls, hopper_plans, transfer
+from flux_megatron.overlap import hopper_plans, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Problem, Tile
 from flux_megatron.scaling import E4M3, Scaling, result_dtype
 from flux_megatron.symm.enqueue import always
-from flux_megatron.symm.program import CallProgram, ChannelSlots
+from flux_megatron.symm.program import Builder, CallProgram, ChannelSlots
 from flux_megatron.symm.signals import MAX_COMM_TILES
 from flux_megatron.symm.steps import Slot
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from flux_megatron.kernels.hopper.gathered_sums import Gathering
 
 
-PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = True
 default_plan, candidates = hopper_plans.default_plan, hopper_plans.candidates
 why_not = hopper_plans.why_not
@@ -181,8 +180,4 @@ def _gemm_ar(p: CallProgram) -> Slot:
     return _gemm_rs(p, gathering)
 
 
-BUILDERS = {COLUMN: _ag_gemm, ROW: _gemm_rs, Pattern.GEMM_AR: _gemm_ar}
-start_gather = calls.start_gather
-ag_gemm = calls.gathering(_ag_gemm)
-gemm_rs, start_gemm_rs = calls.reducing(_gemm_rs)
-gemm_ar, start_gemm_ar = calls.reducing(_gemm_ar)
+BUILDERS: dict[Pattern, Builder] = {COLUMN: _ag_gemm, ROW: _gemm_rs, Pattern.GEMM_AR: _gemm_ar}

@@ -19,14 +19,13 @@ import torch
 from flux_megatron.kernels.few_rows import ag_gemv as ag_gemv_kernels
 from flux_megatron.kernels.few_rows import gemv_ar as gemv_ar_kernels
 from flux_megatron.kernels.sizes import parts_of
-from flux_megatron.overlap import calls, low_latency_plans, transfer
+from flux_megatron.overlap import low_latency_plans, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Problem
 from flux_megatron.symm.program import Builder, CallProgram, ChannelSlots
 from flux_megatron.symm.steps import Slot
 from flux_megatron.symm.word_channel import WordChannel
 
-PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 MOST_ROWS, half_bytes = gemv_ar_kernels.MOST_ROWS, gemv_ar_kernels.half_bytes
 NEEDS_SYMMETRIC_MEMORY = True
 default_plan, candidates = low_latency_plans.default_plan, low_latency_plans.candidates
@@ -93,7 +92,3 @@ BUILDERS: dict[Pattern, Builder] = {
     ROW: partial(_reduced, scatters=True),
     Pattern.GEMM_AR: partial(_reduced, scatters=False),
 }
-start_gather = calls.start_gather
-ag_gemm = calls.gathering(BUILDERS[COLUMN])
-gemm_rs, start_gemm_rs = calls.reducing(BUILDERS[ROW])
-gemm_ar, start_gemm_ar = calls.reducing(BUILDERS[Pattern.GEMM_AR])

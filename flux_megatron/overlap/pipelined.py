@@ -21,22 +21,20 @@ a chunk of rows have gaps in that, so a GEMM of one gets a copy, 1/32 of its row
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flux_megatron.kernels import launch
-from flux_megatron.overlap import calls, sequential, transfer
+from flux_megatron.overlap import library_gemm, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
-from flux_megatron.scaling import result_dtype, scales_of
-from flux_megatron.symm.program import CallProgram
+from flux_megatron.scaling import result_dtype
+from flux_megatron.symm.program import Builder, CallProgram
 from flux_megatron.symm.signals import comm_rows_at_least
 from flux_megatron.symm.steps import Slot
 
-PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
 NEEDS_SYMMETRIC_MEMORY = True
 
 
@@ -51,7 +49,7 @@ def supports(problem: Problem) -> str | None:
 def _by_library(problem: Problem) -> str | None:
     if problem.blockwise:
         device = torch.device(problem.device)
-        refused = sequential.blocks_refused(device, problem.M_shard, problem.K_local)
+        refused = library_gemm.blocks_refused(device, problem.M_shard, problem.K_local)
         return refused or launch.supports_tensors(problem.out_dtype, problem.device)
     return launch.supports_scaled(problem)
 
@@ -76,11 +74,11 @@ def _ag_gemm(p: CallProgram) -> Slot:
     local_copy = "caller" if whole else "engine" if borrows else "nobody"
     scales: Any = p.scaling.x if p.scaling and p.scaling.blockwise else None
     gather = transfer.start_gather(p, p.x, p.plan.comm_rows, local_copy=local_copy, scales=scales)
-    _transpose(p)
+    library_gemm.transpose(p)
     y = p.x.new_empty(len(gather.gathered), p.N, dtype=result_dtype(p.x, p.scaling))
     if whole:
         rows, scales = gather.complete(), gather.scales_of(0, p.world_size)
-        _multiply(p, rows, out=y, bias=p.bias, x_scale=scales)
+        library_gemm.multiply(p, rows, out=y, bias=p.bias, x_scale=scales)
     else:
         _multiply_shards(p, gather, y)
     if p.bias is not None and p.scaling is None:
@@ -94,57 +92,12 @@ def _ag_gemm(p: CallProgram) -> Slot:
 def _multiply_shards(p: CallProgram, gather: transfer.Gather, y: Slot) -> None:
     """The local shard at once, the others when they have arrived."""
     rank, M_shard = p.rank, len(p.x)
-    _multiply(p, p.x, out=y[rank * M_shard : (rank + 1) * M_shard], bias=p.bias)
+    library_gemm.multiply(p, p.x, out=y[rank * M_shard : (rank + 1) * M_shard], bias=p.bias)
     for first, last in _runs(rank, p.world_size, p.plan.gemms):
         gather.wait_for(first, last - first)
         rows = slice(first * M_shard, last * M_shard)
         scales = gather.scales_of(first, last)
-        _multiply(p, gather.gathered[rows], out=y[rows], bias=p.bias, x_scale=scales)
-
-
-def _multiply(
-    p: CallProgram, x: Slot, *, out: Slot, bias: Slot | None = None, x_scale: Slot | None = None,
-    rows: slice | None = None,
-) -> None:  # fmt: skip
-    """FP8: `x_scale` are the blockwise scales of x, where others than this call's; `rows` are those
-    of x, where it is not all of this call's.
-    """
-    with p.phase("gemm chunk"):
-        if p.scaling is None:
-            p.torch(_gemm_nt if p.layout == "nt" else _gemm, x, p.w, out)
-            return
-        x_scale = p.scaling.x if x_scale is None else x_scale
-        gemm = _scaled_gemm(p, x, x_scale, rows)
-        given: Any = x, p.w, x_scale, p.scaling.w, out, bias
-        p.torch(gemm, *(one for one in given if one is not None))
-
-
-def _scaled_gemm(
-    p: CallProgram, x: Slot, x_scale: Slot, rows: slice | None
-) -> Callable[..., Tensor]:
-    """That of `sequential`, which picks the scales of x from these."""
-    gemm = sequential.scaled_gemm_of(x, p.scaling)
-    if p.scaling.blockwise and rows is not None:
-        first, count = rows.start, len(x)
-        return lambda x, w, of_x, *more: gemm(x, w, of_x.narrow_copy(1, first, count), *more)
-    if x_scale is not p.scaling.x and len(x_scale) > len(p.scaling.x):
-        K, M_shard = p.x.shape[1], len(p.x)
-        return lambda x, w, of_x, *more: gemm(x, w, scales_of(of_x, K, M_shard), *more)
-    return gemm
-
-
-def _transpose(p: CallProgram) -> None:
-    """What every scaled GEMM of a call reads, as those of `sequential` take it."""
-    if p.scaling is not None:
-        p.transpose(p.w, *((p.scaling.w,) if p.scaling.blockwise else ()))
-
-
-def _gemm_nt(x: Tensor, w: Tensor, out: Tensor) -> None:
-    torch.mm(x, w.t(), out=out)
-
-
-def _gemm(x: Tensor, w: Tensor, out: Tensor) -> None:
-    torch.mm(x, w, out=out)
+        library_gemm.multiply(p, gather.gathered[rows], out=y[rows], bias=p.bias, x_scale=scales)
 
 
 def _runs(rank: int, world_size: int, gemms: int) -> list[tuple[int, int]]:
@@ -161,13 +114,13 @@ def _sums(p: CallProgram) -> transfer.ReduceScatter:
     rank, world_size, M_shard = p.rank, p.world_size, len(p.x) // p.world_size
     comm_rows = comm_rows_at_least(M_shard, p.plan.comm_rows)
     dtype = result_dtype(p.x, p.scaling)
-    _transpose(p)
+    library_gemm.transpose(p)
     channel = p.channel(transfer.SCATTER, len(p.x) * p.N * dtype.itemsize)
     received = channel.region((world_size * M_shard, p.N), dtype)
     staging = p.x.new_empty(len(p.x), p.N, dtype=dtype)
     own = slice(rank * M_shard, (rank + 1) * M_shard)
     if p.plan.gemms:
-        _multiply(p, p.x, out=staging)
+        library_gemm.multiply(p, p.x, out=staging)
         # In this stream: a copy within one GPU needs SMs, and the reduction may hold all of them
         # before the copy engine's stream gets there. The driver's copy is the one that torch makes.
         with p.phase("local shard"):
@@ -180,7 +133,7 @@ def _sums(p: CallProgram) -> transfer.ReduceScatter:
             rows = slice(owner * M_shard + tile.start, owner * M_shard + tile.stop)
             if not p.plan.gemms:
                 out = received[own][tile] if owner == rank else staging[rows]
-                _multiply(p, p.x[rows], out=out, rows=rows)
+                library_gemm.multiply(p, p.x[rows], out=out, rows=rows)
                 p.move("fork")
             with p.phase("scatter push"):
                 if owner != rank:
@@ -203,8 +156,4 @@ def _gemm_ar(p: CallProgram) -> Slot:
     return transfer.all_reduced(p, _sums(p).finish())
 
 
-BUILDERS = {COLUMN: _ag_gemm, ROW: _gemm_rs, Pattern.GEMM_AR: _gemm_ar}
-start_gather = calls.start_gather
-ag_gemm = calls.gathering(_ag_gemm)
-gemm_rs, start_gemm_rs = calls.reducing(_gemm_rs)
-gemm_ar, start_gemm_ar = calls.reducing(_gemm_ar)
+BUILDERS: dict[Pattern, Builder] = {COLUMN: _ag_gemm, ROW: _gemm_rs, Pattern.GEMM_AR: _gemm_ar}

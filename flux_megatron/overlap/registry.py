@@ -2,49 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
-from torch import Tensor
-
-from flux_megatron.overlap import fused, hopper, low_latency, pipelined, sequential, signalled
-from flux_megatron.patterns import COLUMN, ROW, Pattern
+from flux_megatron.overlap import (
+    fused,
+    hopper,
+    low_latency,
+    pipelined,
+    sequential,
+    signalled,
+    transfer,
+)
+from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Problem
-from flux_megatron.scaling import Scaling
 from flux_megatron.symm.program import Builder
-from flux_megatron.symm.space import Workspace
-
-# x, w, layout, plan, workspace -> y, without bias
-Forward = Callable[[Tensor, Tensor, str, Plan, Workspace], Tensor]
-
-
-class GatherInFlight(Protocol):
-    """A gather that has begun: `complete` gives all rows, valid until `close`."""
-
-    def complete(self) -> Tensor: ...
-
-    def close(self) -> None: ...
-
-
-class ReductionInFlight(Protocol):
-    """A sum over the ranks that has begun: `finish` gives it, or this rank's rows of it."""
-
-    def finish(self) -> Tensor: ...
 
 
 class Strategy(Protocol):
-    """How patterns overlap: a module of this folder. `PATTERNS` are those that it can compute.
+    """How patterns overlap: a module of this folder. `BUILDERS` make the programs of those
+    patterns that it can compute.
 
     `supports` says why it cannot run a problem, or None, and `why_not` the same of a plan for one
-    that it supports; `candidates` are plans worth measuring beside `default_plan`. Those that
-    support FP8 take a `scaling` in their other functions too.
+    that it supports; `candidates` are plans worth measuring beside `default_plan`.
     """
 
     @property
     def NEEDS_SYMMETRIC_MEMORY(self) -> bool: ...
 
     @property
-    def PATTERNS(self) -> tuple[Pattern, ...]: ...
+    def BUILDERS(self) -> Mapping[Pattern, Builder]: ...
 
     def supports(self, problem: Problem) -> str | None: ...
 
@@ -53,30 +40,6 @@ class Strategy(Protocol):
     def default_plan(self, problem: Problem) -> Plan: ...
 
     def candidates(self, problem: Problem) -> list[Plan]: ...
-
-    def start_gather(self, x: Tensor, plan: Plan, workspace: Workspace) -> GatherInFlight: ...
-
-    def ag_gemm(
-        self, x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan,
-        workspace: Workspace, consume: Callable[[Tensor], None] | None,
-        scaling: Scaling | None = None,
-    ) -> Tensor: ...  # fmt: skip
-
-    def gemm_rs(
-        self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
-    ) -> Tensor: ...
-
-    def start_gemm_rs(
-        self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
-    ) -> ReductionInFlight: ...
-
-    def gemm_ar(
-        self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
-    ) -> Tensor: ...
-
-    def start_gemm_ar(
-        self, x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
-    ) -> ReductionInFlight: ...
 
 
 # in order of preference without a measurement; the last can run every problem
@@ -88,16 +51,8 @@ _ALL: dict[str, Strategy] = {
     "signalled": signalled,
     "sequential": sequential,
 }
-# whose calls are programs (`overlap.calls`), which break a group off themselves
-BY_PROGRAM: tuple[Strategy, ...] = (low_latency, hopper, fused, pipelined)
-BUILDERS: Mapping[str, Mapping[Pattern, Builder]] = {
-    "low_latency": low_latency.BUILDERS,
-    "hopper": hopper.BUILDERS,
-    "fused": fused.BUILDERS,
-    "pipelined": pipelined.BUILDERS,
-}
 STRATEGIES: Mapping[Pattern, Mapping[str, Strategy]] = {
-    pattern: {name: one for name, one in _ALL.items() if pattern in one.PATTERNS}
+    pattern: {name: one for name, one in _ALL.items() if pattern in one.BUILDERS}
     for pattern in Pattern
 }
 
@@ -156,10 +111,7 @@ def gather_plan(problem: Problem, plan: Plan) -> Plan:
     return gathering.default_plan(problem.dual)
 
 
-def forward(strategy: Strategy, pattern: Pattern) -> Forward:
-    """Any pattern of a strategy as one call."""
-    if pattern is COLUMN:
-        return lambda x, w, layout, plan, space: strategy.ag_gemm(
-            x, w, None, layout, plan, space, None
-        )
-    return strategy.gemm_rs if pattern is ROW else strategy.gemm_ar
+def gather_rows(plan: Plan) -> Builder:
+    """That of a gather for a caller who enqueues beside it, by a plan of `gather_plan`'s."""
+    pushes = _ALL[plan.strategy].NEEDS_SYMMETRIC_MEMORY
+    return transfer.gather_rows if pushes else sequential.gather_rows

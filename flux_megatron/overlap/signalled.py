@@ -14,7 +14,9 @@ rows for wgrad alone `sequential` gathers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,15 +27,16 @@ from flux_megatron.kernels.hopper import config as hopper_config
 from flux_megatron.kernels.hopper import gemm as hopper_gemm
 from flux_megatron.kernels.portable.signalled_gemm import Band, bands, signalled_gemm
 from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.overlap import collectives, fused, gathered_bands, sequential
-from flux_megatron.overlap.phase import phase
+from flux_megatron.overlap import collectives, fused, gathered_bands
 from flux_megatron.overlap.stage import communicator, join, stage_of
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
-from flux_megatron.scaling import Scaling
-from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.program import Builder, CallProgram
+from flux_megatron.symm.steps import Slot
 
-PATTERNS = (COLUMN, ROW, Pattern.GEMM_AR)
+if TYPE_CHECKING:
+    from flux_megatron.overlap.calls import InFlight
+
 NEEDS_SYMMETRIC_MEMORY = False
 
 _SUM = dist.ReduceScatterOptions()
@@ -44,7 +47,6 @@ GROUPS = 4
 COMM_SMS = 8
 
 supports = launch.supports
-start_gather = sequential.start_gather
 
 
 def default_plan(problem: Problem) -> Plan:
@@ -72,105 +74,96 @@ def _plan(problem: Problem, groups: int, comm_sms: int) -> Plan:
     return Plan("signalled", tile=tile, group_rows=group_rows, comm_sms=comm_sms)
 
 
-@dataclass(frozen=True)
-class BandsInFlight:
-    """Bands on their way: `finish` gives y, [M_shard, N] where they are scattered, else [M, N].
-
-    The collectives read `staging` until then.
-    """
-
-    workspace: Workspace
-    y: Tensor
-    staging: Tensor
-
-    def finish(self) -> Tensor:
-        join(self.workspace)
-        self.workspace.engine.hold(self.y, self.staging)
-        return self.y
-
-
-def ag_gemm(
-    x: Tensor, w: Tensor, bias: Tensor | None, layout: str, plan: Plan, workspace: Workspace,
-    consume: Callable[[Tensor], None] | None, scaling: Scaling | None = None,
-) -> Tensor:  # fmt: skip
-    """all_gather(x) @ w + bias, band after band; `consume` is called with the gathered rows."""
-    stage, group = stage_of(workspace), communicator(workspace, plan.comm_sms)
-    right = w.t() if layout == "nt" else w
-    stage.begin(workspace)
-    bands = plan.group_rows
-    keep = consume is not None
-    y, gathered = gathered_bands.ag_gemm(x, right, bands, group, stage.stream, keep, workspace)
-    stage.open = False
-    if bias is not None:
-        y += bias
-    if consume is not None and gathered is not None:
-        consume(gathered)
+def _ag_gemm(p: CallProgram) -> Slot:
+    """Band after band."""
+    y = p.x.new_empty(p.world_size * len(p.x), p.N)
+    blocks = p.x.new_empty(len(y), p.x.shape[1])
+    ordered = (p.x.new_empty(*blocks.shape),) if p.caller_steps else ()
+    p.host(_gather_bands, p.x, p.w, y, blocks, *ordered)
+    if p.bias is not None:
+        p.torch(Tensor.add_, y, p.bias)
+    p.caller_step(*ordered)
     return y
 
 
-def start_gemm_rs(
-    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
-) -> BandsInFlight:
-    """x @ w, each band scattered when its tiles are counted; `finish` gives y [M_shard, N]."""
-    shards, N = workspace.world_size, w.shape[0] if layout == "nt" else w.shape[1]
-    staging = x.new_empty(x.shape[0], N)
-    y = x.new_empty(x.shape[0] // shards, N)
-
-    def scatter(band: Band, group: ProcessGroup) -> dist.Work:
-        last = band.first + band.rows
-        block = staging[shards * band.first : shards * last]
-        return group._reduce_scatter_base(y[band.first : last], block, _SUM)
-
-    _start(x, w, staging, shards, layout, plan, workspace, "reduce-scatter", scatter)
-    return BandsInFlight(workspace, y, staging)
+def _gather_bands(call: InFlight, x: Tensor, w: Tensor, *made: Tensor) -> None:
+    program, space = call.program, call.space
+    stage, group = stage_of(space), communicator(space, program.plan.comm_sms)
+    right = w.t() if program.layout == "nt" else w
+    stage.begin(space)
+    gathered_bands.ag_gemm(program.plan.group_rows, group, stage.stream, space, x, right, *made)
+    stage.open = False
 
 
-def start_gemm_ar(
-    x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace
-) -> BandsInFlight:
-    """x @ w, each band reduced in place when its tiles are counted; `finish` gives y [M, N]."""
-    y = x.new_empty(x.shape[0], w.shape[0] if layout == "nt" else w.shape[1])
-
-    def reduce(band: Band, group: ProcessGroup) -> dist.Work:
-        return group.allreduce([y[band.first : band.first + band.rows]])
-
-    _start(x, w, y, 1, layout, plan, workspace, "all-reduce", reduce)
-    return BandsInFlight(workspace, y, y)
+def _gemm_rs(p: CallProgram) -> Slot:
+    """Each band scattered when its tiles are counted."""
+    out, y = p.x.new_empty(len(p.x), p.N), p.x.new_empty(len(p.x) // p.world_size, p.N)
+    return _by_bands(p, p.world_size, "reduce-scatter", _scatter, y, out)
 
 
-def gemm_rs(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
-    return start_gemm_rs(x, w, layout, plan, workspace).finish()
+def _scatter(group: ProcessGroup, band: Band, shards: int, y: Tensor, out: Tensor) -> dist.Work:
+    last = band.first + band.rows
+    block = out[shards * band.first : shards * last]
+    return group._reduce_scatter_base(y[band.first : last], block, _SUM)
 
 
-def gemm_ar(x: Tensor, w: Tensor, layout: str, plan: Plan, workspace: Workspace) -> Tensor:
-    return start_gemm_ar(x, w, layout, plan, workspace).finish()
+def _gemm_ar(p: CallProgram) -> Slot:
+    """Each band reduced in place when its tiles are counted."""
+    return _by_bands(p, 1, "all-reduce", _reduce, p.x.new_empty(len(p.x), p.N))
 
 
-def _start(
-    x: Tensor, w: Tensor, out: Tensor, shards: int, layout: str, plan: Plan, workspace: Workspace,
-    name: str, collective: Callable[[Band, ProcessGroup], dist.Work],
-) -> None:  # fmt: skip
-    """Enqueue the GEMM, then each band's wait and the collective of this name.
+def _reduce(group: ProcessGroup, band: Band, shards: int, y: Tensor) -> dist.Work:
+    return group.allreduce([y[band.first : band.first + band.rows]])
+
+
+def _by_bands(
+    p: CallProgram, shards: int, name: str, collective: Callable[..., dist.Work], *made: Slot
+) -> Slot:
+    """The GEMM into the last of what is `made`, then each band's wait and the collective of this
+    name; the result is the first.
 
     In this order: where CUDA_DEVICE_MAX_CONNECTIONS is 1 the GEMM would stand behind the waits.
     """
-    stage, group = stage_of(workspace), communicator(workspace, plan.comm_sms)
-    made = bands(x.shape[0] // shards, out.shape[1], shards, plan.group_rows, plan.tile)
-    table = stage.table(made)
-    stage.begin(workspace)
+    of_bands = bands(len(p.x) // shards, p.N, shards, p.plan.group_rows, p.plan.tile)
+    with p.phase("signalled_gemm kernel"):  # `report().kernels` says which
+        p.host(partial(_multiply, of_bands, shards), p.x, p.w, made[-1])
+    for number, band in enumerate(of_bands):
+        with p.phase(name):
+            p.host(partial(_collect, number, band, shards, collective), *made)
+    p.caller_step()
+    p.host(_finish, *made)
+    return made[0]
+
+
+def _multiply(
+    of_bands: tuple[Band, ...], shards: int, call: InFlight, x: Tensor, w: Tensor, out: Tensor
+) -> None:
+    plan, stage = call.program.plan, stage_of(call.space)
+    communicator(call.space, plan.comm_sms)  # made before anything is enqueued
+    table = stage.table(of_bands)
+    stage.begin(call.space)
     stage.stream.fork()  # before the kernel: collectives wait for tiles, not for its end
-    with phase("signalled_gemm kernel"):  # `report().kernels` says which
-        kernel_of(x, w, out.shape[1], made, shards, plan.tile)(
-            x, w, out, table=table, tiles=sum(band.tiles for band in made), shards=shards,
-            counters=stage.counters, work_counter=stage.work_counter, spare_sms=plan.comm_sms,
-            layout=layout, tile=plan.tile,
-        )  # fmt: skip
+    kernel_of(x, w, out.shape[1], of_bands, shards, plan.tile)(
+        x, w, out, table=table, tiles=sum(band.tiles for band in of_bands), shards=shards,
+        counters=stage.counters, work_counter=stage.work_counter, spare_sms=plan.comm_sms,
+        layout=call.program.layout, tile=plan.tile,
+    )  # fmt: skip
+
+
+def _collect(
+    number: int, band: Band, shards: int, collective: Callable[..., dist.Work], call: InFlight,
+    *made: Tensor,
+) -> None:  # fmt: skip
+    stage, group = stage_of(call.space), communicator(call.space, call.program.plan.comm_sms)
     with stage.stream.stream():
-        for number, band in enumerate(made):
-            stage.stream.wait_count(stage.count_of(number), band.tiles)  # wait [D]
-            with phase(name):
-                collectives.wait(collective(band, group), workspace)
-    stage.clear(len(made))
+        stage.stream.wait_count(stage.count_of(number), band.tiles)  # wait [D]
+        collectives.wait(collective(group, band, shards, *made), call.space)
+    stage.stream.write(stage.count_of(number), 0)  # for the next call
+
+
+def _finish(call: InFlight, *made: Tensor) -> None:
+    join(call.space)
+    call.engine.hold(*made)
 
 
 def kernel_of(
@@ -188,3 +181,6 @@ def kernel_of(
     from flux_megatron.kernels.hopper import signalled_gemm as hopper_signalled_gemm
 
     return hopper_signalled_gemm.signalled_gemm
+
+
+BUILDERS: dict[Pattern, Builder] = {COLUMN: _ag_gemm, ROW: _gemm_rs, Pattern.GEMM_AR: _gemm_ar}

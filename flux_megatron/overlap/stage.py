@@ -72,11 +72,6 @@ class Stage:
         self.open = True
         workspace.engine.follow()
 
-    def clear(self, bands: int) -> None:
-        """Set the counts of so many bands to 0, behind what the stream holds."""
-        for band in range(bands):
-            self.stream.write(self.count_of(band), 0)
-
     def count_of(self, band: int) -> int:
         """The address of a band's counter."""
         return self.counters.data_ptr() + band * self.counters.element_size()

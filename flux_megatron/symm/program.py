@@ -30,6 +30,7 @@ from flux_megatron.symm.enqueue import (
 from flux_megatron.symm.signals import slot_bytes
 from flux_megatron.symm.steps import (
     FixedSlot,
+    HostCall,
     Move,
     RegionSlot,
     Slot,
@@ -168,6 +169,10 @@ class CallProgram:
 
     def torch(self, function: Callable[..., object], *slots: Slot) -> None:
         self.add(TorchCall(function, slots))
+
+    def host(self, function: Callable[..., object], *slots: Slot) -> None:
+        """`function(call, *tensors)`."""
+        self.add(HostCall(function, slots))
 
     def transpose(self, *slots: Slot) -> None:
         """In place of these matrices, later functions of torch's get their transposes."""

@@ -36,6 +36,8 @@ class Workspace:
     late waits; and the device's copy engine. Collective constructor.
     """
 
+    alone = False  # whether calls send nothing and wait for nobody: they take their memory
+
     @lasting()
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device

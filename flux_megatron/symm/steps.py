@@ -6,6 +6,7 @@
 write, wait_count |
 | `Launch` | one of our kernels |
 | `TorchCall` | what a function of torch's does with tensors of the call |
+| `HostCall` | what a function of ours does on the host, such as to start a collective |
 | caller step | nothing: the caller enqueues, who may borrow a tensor. A segment ends here |
 
 A step names numbers by operands: the epoch, or bytes behind an address that a call brings. A `Slot`
@@ -153,6 +154,13 @@ class TorchCall(NamedTuple):
 
     def run(self, call: Any) -> None:
         self.function(*[slot.of(call) for slot in self.slots])
+
+
+class HostCall(TorchCall):
+    """What a function of ours does on the host with the call and these tensors of it."""
+
+    def run(self, call: Any) -> None:
+        self.function(call, *[slot.of(call) for slot in self.slots])
 
 
 class Transpose(TorchCall):

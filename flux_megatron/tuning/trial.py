@@ -14,14 +14,13 @@ chosen.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, cast
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron.overlap import collectives, low_latency, registry
-from flux_megatron.overlap.registry import forward
+from flux_megatron.overlap import calls, low_latency, registry
 from flux_megatron.overlap.transfer import GATHER, SCATTER, WORDS
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.channel import Channel
@@ -138,30 +137,29 @@ class Trial(AnyTrial[Entry]):
             _reserve(space, GATHER, p.M * p.N * element)
             whole = p.world_size * _whole_tiles(p.M_shard) * _whole_tiles(p.N)
             _reserve(space, SCATTER, whole * element)
-        if p.pattern in low_latency.PATTERNS and low_latency.supports(p) is None:
+        if p.pattern in low_latency.BUILDERS and low_latency.supports(p) is None:
             _reserve(space, WORDS, low_latency.words_bytes(p), WordChannel)
 
     def rehearse(self) -> None:
-        space = self._space
-        self._space = cast(Workspace, collectives.Alone(space))
+        self._space.alone = True
         try:
             self.outputs(Plan("sequential"))
         finally:
-            self._space = space
+            self._space.alone = False
 
     def call(self, plan: Plan) -> Callable[[], Tensor]:
         """The forward operation, or the whole backward; gives y or dx."""
-        module = registry.strategy(self.problem, plan.strategy)
-        x, w, layout, space = self._x, self._w, self.problem.layout, self._space
-        if not self.problem.is_backward:
-            whole = forward(module, self.problem.pattern)
-            return lambda: whole(x, w, layout, plan, space)
-        if self.problem.spec.gathers:
-            return lambda: module.ag_gemm(x, w, None, layout, plan, space, self._wgrad)
-        if not self.problem.spec.scatters:
+        problem, consume = self.problem, None
+        if problem.is_backward and problem.spec.scatters:
+            gather_plan = registry.gather_plan(problem, plan)
+            return lambda: self._column_backward(plan, gather_plan)
+        if problem.is_backward and not problem.spec.gathers:
             return lambda: self._all_reduced_backward(plan)
-        gather_plan = registry.gather_plan(self.problem, plan)
-        return lambda: self._column_backward(plan, gather_plan)
+        if problem.is_backward:
+            consume = self._wgrad
+        build = registry.strategy(problem, plan.strategy).BUILDERS[problem.pattern]
+        given = build, self._x, self._w, None, problem.layout, plan, self._space, consume
+        return lambda: calls.whole(*given)
 
     def outputs(self, plan: Plan) -> list[Tensor]:
         if not self.problem.is_backward:
@@ -170,20 +168,23 @@ class Trial(AnyTrial[Entry]):
         return [self.call(plan)(), self._main_grad[:WGRAD_ROWS].clone()]
 
     def _column_backward(self, plan: Plan, gather_plan: Plan) -> Tensor:
-        module = registry.strategy(self.problem, plan.strategy)
-        gather = module.start_gather(self._layer_x, gather_plan, self._space)
-        scatter = module.start_gemm_rs(self._x, self._w, "nn", plan, self._space)
+        build = registry.gather_rows(gather_plan)
+        gather = calls.start_gather(build, self._layer_x, gather_plan, self._space)
+        scatter = self._started(plan)
         accumulate_wgrad_by_torch(self._main_grad, self._x, gather.complete())
         gather.close()
         dx: Tensor = scatter.finish()
         return dx
 
     def _all_reduced_backward(self, plan: Plan) -> Tensor:
-        module = registry.strategy(self.problem, plan.strategy)
-        reduction = module.start_gemm_ar(self._x, self._w, "nn", plan, self._space)
+        reduction = self._started(plan)
         self._wgrad(self._x)
         dx: Tensor = reduction.finish()
         return dx
+
+    def _started(self, plan: Plan) -> calls.InFlight:
+        build = registry.strategy(self.problem, plan.strategy).BUILDERS[self.problem.pattern]
+        return calls.start(build, self._x, self._w, "nn", plan, self._space)
 
     def _wgrad(self, gathered_dy: Tensor) -> None:
         accumulate_wgrad_by_torch(self._main_grad, gathered_dy, self._layer_x)

@@ -20,7 +20,7 @@ from flux_megatron.dispatch import decide
 from flux_megatron.kernels.hopper import config as hopper_config
 from flux_megatron.kernels.hopper.split_tiles import K_TILES_MIN
 from flux_megatron.lab import reference
-from flux_megatron.overlap import hopper
+from flux_megatron.overlap import calls, hopper, registry
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -194,9 +194,10 @@ class Operands:
         """`pieces.start_gather_and_gemm_rs` by the plan of the kind: x gathered, dy scattered."""
         decision = decide(Pattern.GEMM_RS, self.x, self.w, None, self.group, "nn", self.kind.plan)
         decision.count()
-        strategy, space = decision.strategy, decision.workspace
-        gather = strategy.start_gather(self.layer_x, decision.gather_plan(), space)
-        scatter = strategy.start_gemm_rs(self.x, self.w, "nn", decision.plan, space)
+        space = decision.workspace
+        plan = decision.gather_plan()
+        gather = calls.start_gather(registry.gather_rows(plan), self.layer_x, plan, space)
+        scatter = calls.start(decision.build, self.x, self.w, "nn", decision.plan, space)
         rows = gather.complete()
         torch.mm(self.x.t(), rows)  # wgrad
         yield rows, self.gathered

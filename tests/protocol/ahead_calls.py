@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flux_megatron import ops, pieces
 from flux_megatron.kernels.triton_launch import Code, noted
-from flux_megatron.overlap import registry, sequential
+from flux_megatron.overlap import library_gemm, registry
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm import workspace
@@ -34,7 +34,7 @@ from flux_megatron.tuning import ahead, choice
 from flux_megatron.tuning.plan_table import PlanTable, raced_as, racers, together
 
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
-sequential._refusal = lambda *given: None  # of blockwise scales, by this torch
+library_gemm._refusal = lambda *given: None  # of blockwise scales, by this torch
 FEWEST, MOST = 726, 20_000  # tokens of a micro-batch
 DRAWN = 8
 FIRST = 4096  # of a run

@@ -18,6 +18,7 @@ from virtual_machine import Machine, PackageCopy, Replays
 from virtual_ranks import STREAMS, Schedule, Scheduler
 
 from flux_megatron.lab import reference
+from flux_megatron.patterns import Pattern
 from flux_megatron.scaling import Scaling, block_shapes
 
 
@@ -145,7 +146,8 @@ class Host:
         self.plan = package.problem.Plan(**package.problem.own_fields(plan))
         self.bias = operands.bias[rank] if operands.bias is not None else None
         self.w = operands.w[rank]
-        self.scaling: tuple[Scaling, ...] = ()
+        self.scaling: Scaling | None = None
+        self.calls, self.builders = package.calls, self.strategy.BUILDERS
         self._inputs: dict[tuple[str, str], Tensor] = {}
 
     def run(self) -> None:
@@ -161,15 +163,14 @@ class Host:
             ]
             if scales:
                 how = self.case.dtype, self.case.split, self.case.blockwise, self.case.wire
-                self.scaling = (Scaling(*scales, *how),)
+                self.scaling = Scaling(*scales, *how)
             results = replays(call, partial(step, self, ag_x, rs_x, call % 2 == 1))
             for what, result in results.items():
                 self.results[what, call] = torch.empty_like(result).copy_(result)
 
-    def start_scatter(self, x: Tensor):
-        return self.strategy.start_gemm_rs(
-            x, self.w, self.case.layout, self.plan, self.workspace, *self.scaling
-        )
+    def start(self, pattern: Pattern, x: Tensor):
+        given = x, self.w, self.case.layout, self.plan, self.workspace, self.scaling
+        return self.calls.start(self.builders[pattern], *given)
 
     def _input(self, name: str, new: Tensor) -> Tensor:
         """This call's data, in the memory of the stream's last call's if that has the same size."""
@@ -186,32 +187,32 @@ def ag(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tens
     def keep(gathered: Tensor) -> None:
         results["gathered"] = torch.empty_like(gathered).copy_(gathered)
 
-    results["ag"] = host.strategy.ag_gemm(
-        ag_x, host.w, host.bias, host.case.layout, host.plan, host.workspace,
-        keep if consumes else None, *host.scaling,
+    results["ag"] = host.calls.whole(
+        host.builders[Pattern.AG_GEMM], ag_x, host.w, host.bias, host.case.layout, host.plan,
+        host.workspace, keep if consumes else None, host.scaling,
     )  # fmt: skip
     return results
 
 
 def rs(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tensor]:
     """GEMM+RS; the input is overwritten before the result is asked for."""
-    scatter = host.start_scatter(rs_x)
+    scatter = host.start(Pattern.GEMM_RS, rs_x)
     rs_x.fill_(float("nan"))
     return {"rs": scatter.finish()}
 
 
 def ar(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tensor]:
     """GEMM+AR; the input is overwritten before the result is asked for."""
-    case, space = host.case, host.workspace
-    reduction = host.strategy.start_gemm_ar(rs_x, host.w, case.layout, host.plan, space)
+    reduction = host.start(Pattern.GEMM_AR, rs_x)
     rs_x.fill_(float("nan"))
     return {"ar": reduction.finish()}
 
 
 def backward(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tensor]:
     """A column-parallel layer's backward: a gather and a reduce-scatter at the same time."""
-    gather = host.strategy.start_gather(ag_x, host.plan, host.workspace)
-    scatter = host.start_scatter(rs_x)
+    build = host.machine.package.transfer.gather_rows
+    gather = host.calls.start_gather(build, ag_x, host.plan, host.workspace)
+    scatter = host.start(Pattern.GEMM_RS, rs_x)
     gathered = gather.complete()
     kept = torch.empty_like(gathered).copy_(gathered)
     gather.close()

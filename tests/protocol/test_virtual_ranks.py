@@ -92,7 +92,8 @@ def test_deadlock_names_who_waits_for_what(package):
         if rank == 0:  # rank 1 never comes, but for the growth of the workspace
             x = torch.zeros(4, 4)
             plan = package.problem.Plan("fused")
-            package.fused.start_gather(x, plan, machine.workspaces[0]).complete()
+            gather_rows = package.transfer.gather_rows
+            package.calls.start_gather(gather_rows, x, plan, machine.workspaces[0]).complete()
         else:
             machine.workspaces[1].begin("gather", 2 * 64)
 
@@ -108,7 +109,8 @@ def test_failure_of_a_rank_is_raised(package):
         if rank == 1:
             raise RuntimeError("rank 1 is broken")
         plan = package.problem.Plan("fused")
-        package.fused.start_gather(torch.zeros(4, 4), plan, machine.workspaces[0]).complete()
+        gather_rows, x = package.transfer.gather_rows, torch.zeros(4, 4)
+        package.calls.start_gather(gather_rows, x, plan, machine.workspaces[0]).complete()
 
     with pytest.raises(RuntimeError, match="rank 1 is broken"):
         machine.run(STANDARD[0], host)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from interpreted_access import needs_interpreter
 from protocol_cases import Case, run
 from virtual_machine import Machine, Mutation, PackageCopy, mutated
 from virtual_ranks import STANDARD, Schedule
+
+from flux_megatron.problem import Pattern
 
 pytestmark = needs_interpreter
 
@@ -55,20 +59,21 @@ def test_epochs_wrap_around_and_old_words_are_renewed(package, last):
     """Words that look like those of a call to come are gone when it comes; results are exact."""
     machine, old = Machine(package, 2, ctas=2), package.signals.as_int32(last + 8)
     plan = package.problem.Plan("low_latency", tile=package.problem.Tile(16, 16, 16))
+    build = package.low_latency.BUILDERS[Pattern.GEMM_AR]
     results: list[torch.Tensor] = []
 
     def host(rank: int) -> None:
         space = machine.workspaces[rank]
         x, w = torch.ones(2, 4), torch.ones(40, 4)
-        package.low_latency.start_gemm_ar(x, w, "nt", plan, space)
+        start = partial(package.calls.start, build, x, w, "nt", plan, space)
+        start()
         space._barrier("the test sets words")
         channel = space.channels["words"]
         channel.epochs.fill_(last)
         for region in channel._regions[:2]:
             region.view(rank, (region.size_bytes // 8,), torch.int64).fill_(old << 32)
         space._barrier("the test sets words")
-        calls = (package.low_latency.start_gemm_ar(x, w, "nt", plan, space) for _ in range(3))
-        results.extend(call.finish() for call in calls)
+        results.extend(start().finish() for _ in range(3))
 
     machine.run(STANDARD[3], host)
     assert all(torch.equal(y, torch.full((2, 40), 8.0)) for y in results)
@@ -97,8 +102,9 @@ def drawn_at_waits(package: PackageCopy) -> list[int]:
         wait(*given)
 
     def host(rank: int) -> None:
-        x, w = torch.ones(2, 8), torch.ones(40, 8)
-        package.low_latency.ag_gemm(x, w, None, "nt", plan, machine.workspaces[rank], None)
+        x, w, space = torch.ones(2, 8), torch.ones(40, 8), machine.workspaces[rank]
+        build = package.low_latency.BUILDERS[Pattern.AG_GEMM]
+        package.calls.whole(build, x, w, None, "nt", plan, space)
 
     machine._host_wait = noted
     machine.run(STANDARD[0], host)

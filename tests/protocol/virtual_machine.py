@@ -54,7 +54,7 @@ _MODULES = (
     "kernels.experts.hopper_a2a_gemm", "kernels.experts.hopper_gemm_a2a",
     "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
     "embedding.bags", "embedding.fused_bags",
-    "overlap.low_latency", "overlap.stage", "overlap.signalled",
+    "overlap.low_latency", "overlap.stage", "overlap.signalled", "overlap.calls",
 )  # fmt: skip
 
 

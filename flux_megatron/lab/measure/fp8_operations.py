@@ -30,7 +30,7 @@ from torch import Tensor
 from flux_megatron import ops
 from flux_megatron.lab.measure import gpu_run
 from flux_megatron.lab.measure.gpu_run import Run
-from flux_megatron.overlap import fused, hopper, pipelined, sequential
+from flux_megatron.overlap import fused, hopper, library_gemm, pipelined
 from flux_megatron.problem import Pattern, Problem
 from flux_megatron.scaling import BLOCK, Scaling, block_shapes, scales_of
 
@@ -130,7 +130,7 @@ class Layer:
         if self.blockwise and self.device.type == "cuda":
             return blockwise_gemm(self.gathered, self.all_scales, self.w, self.w_scale)
         scaling = self.scaling._replace(x=self.all_scales)
-        return sequential.scaled_gemm(self.gathered, self.w, None, scaling)
+        return library_gemm.scaled_gemm(self.gathered, self.w, None, scaling)
 
     def serial(self) -> Tensor:
         if self.gathers:
@@ -181,7 +181,7 @@ def blockwise_gemm(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor) -> Te
     try:
         te = te_gemm()
     except ImportError:
-        return sequential.scaled_gemm(x, w, None, Scaling(x_scale, w_scale, OUT, True, True))
+        return library_gemm.scaled_gemm(x, w, None, Scaling(x_scale, w_scale, OUT, True, True))
     return te(x, x_scale, w, w_scale)
 
 
