@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 from flux_megatron import kernels
 from flux_megatron.kernels import triton_launch
 
-names = (one.name for one in pkgutil.iter_modules(kernels.__path__, "flux_megatron.kernels."))
+names = (one.name for one in pkgutil.walk_packages(kernels.__path__, "flux_megatron.kernels."))
 modules = [importlib.import_module(name) for name in names]
 found = {
     one.__qualname__: one

@@ -19,13 +19,13 @@ from flux_megatron.tuning.environment import PACKAGE, ROOMS, sources_digest
 
 @pytest.mark.parametrize(
     ("file", "stale"),
-    [("kernels/gemm.py", True), ("kernels/new.py", True), ("overlap/fused.py", True),
+    [("kernels/hopper/gemm.py", True), ("kernels/new.py", True), ("overlap/fused.py", True),
      ("expert_parallel/fused.py", True), ("symm/enqueue.c", True), ("symm/notes.txt", False),
      ("nn/linear.py", False)],
 )  # fmt: skip
 def test_an_edit_of_what_runs_makes_plans_stale(tmp_path, file, stale):
     assert all([*(PACKAGE / room).glob("*.py")] for room in ROOMS)
-    for room in (*ROOMS, "nn"):
+    for room in (*ROOMS, "kernels/hopper", "nn"):
         (tmp_path / room).mkdir()
         for name in ("gemm.py", "fused.py", "enqueue.c", "notes.txt", "linear.py"):
             (tmp_path / room / name).write_text("a = 1\n")

@@ -66,7 +66,7 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
 def sources_digest(package: Path = PACKAGE) -> str:
     """A digest of all that may run in a call."""
     digest = hashlib.sha256()
-    files = (file for room in ROOMS for file in (package / room).glob("*.[cp]*"))
+    files = (file for room in ROOMS for file in (package / room).rglob("*.[cp]*"))
     for file in sorted(file for file in files if file.suffix in (".c", ".py")):
         digest.update(f"{file.relative_to(package)}\n".encode() + file.read_bytes())
     return digest.hexdigest()[:16]

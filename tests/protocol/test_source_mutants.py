@@ -33,7 +33,7 @@ def test_mutant_is_caught(mutant, tmp_path):
 
 def mutants_by_file() -> Counter[str]:
     """How many mutants each file of the rooms has that run in a call."""
-    files = [file for room in ROOMS for file in (SOURCE / room).glob("*.py")]
+    files = [file for room in ROOMS for file in (SOURCE / room).rglob("*.py")]
     counts = Counter(
         {str(file.relative_to(SOURCE)): 0 for file in files if file.stem != "__init__"}
     )
