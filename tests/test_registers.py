@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.few_rows import ag_gemv, registers_of
+from flux_megatron.kernels.few_rows import ag_gemv
+from flux_megatron.kernels.few_rows.words import registers_of
 from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.problem import Tile
 
