@@ -161,7 +161,7 @@ class Host:
     def _step(self, x: Tensor, z: Tensor, keep: bool) -> dict[str, Tensor]:
         results = {}
         laid, layout = self.operands.laid[self.rank], self.case.layout
-        w = self.machine.package.expert_weights.ExpertWeights(laid, self.case.reverse)
+        w = self.machine.package.weights.ExpertWeights(laid, self.case.reverse)
         if self.case.host != "combine":
             y, received, rows = self.strategy.a2a_gemm(
                 x, w, self.counts, self.operands.capacity, layout, keep, self.plan, self.space

@@ -1,9 +1,10 @@
 """Broken copies of the package, each with one change of its source, that the tests must catch.
 
 `mutants.diff`, `signalled_expert_mutants.diff`, `embedding_mutants.diff` and `device_mutants.diff`,
-of own kernels and their primitives, list them. Each has a name, a case that it is run with, a file,
-and a hunk, or some between lines of `@@`. The lines that a hunk finds (context and minus) must
-occur exactly once in that file, so a mutant that has gone stale is an error.
+of own kernels and their primitives, list them. Each has a name and a hunk, or some between lines of
+`@@`; the case that it is run with and the file are those named last. The lines that a hunk finds
+(context and minus) must occur exactly once in that file, so a mutant that has gone stale is an
+error.
 
 | idea | why it must be caught |
 | --- | --- |
@@ -18,6 +19,7 @@ occur exactly once in that file, so a mutant that has gone stale is an error.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,14 +172,17 @@ class Mutant:
 
 
 def hunks(file: Path, what: str) -> Iterator[tuple[str, str, Mutation]]:
-    """Of each paragraph, three lines of comment and hunks between `@@`: the title, the `what` that
-    the second line names, and the mutation.
+    """Of each paragraph, its title in a comment and hunks between `@@`: the title, its `what` and
+    the mutation. Lines of `what` and of the file hold until the next ones.
     """
+    told: dict[str, str] = {}
     for paragraph in file.read_text().strip().split("\n\n"):
-        title, second, path, *lines = paragraph.splitlines()
+        title, *lines = paragraph.splitlines()
+        while found := re.match(rf"# ({what}|file): (.*)", lines[0]):
+            told[found[1]] = found[2]
+            del lines[0]
         changes = tuple(_change(hunk.splitlines()) for hunk in "\n".join(lines).split("\n@@\n"))
-        mutation = Mutation(path.removeprefix("# file: "), changes)
-        yield title.removeprefix("# "), second.removeprefix(f"# {what}: "), mutation
+        yield title.removeprefix("# "), told[what], Mutation(told["file"], changes)
 
 
 def _change(hunk: list[str]) -> tuple[str, str]:

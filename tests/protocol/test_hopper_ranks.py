@@ -96,7 +96,7 @@ def test_any_ctas_may_have_to_wait_for_an_sm(package, case):
 
 def test_the_cases_split_the_last_wave(package):
     """The machine's constants let small problems be split; else these cases would show nothing."""
-    split_k, tile = package.split_k, package.problem.Tile(16, 16, 16)
+    split_k, tile = package.hopper_split_tiles, package.problem.Tile(16, 16, 16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(split_k, "K_TILES_MIN", 2)
         patch.setattr(split_k, "LOW_PART_K_TILES", 0)

@@ -36,25 +36,21 @@ import flux_megatron
 SOURCE = Path(flux_megatron.__file__).parent
 _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
-    "symm.lasting", "symm.signals", "symm.word_channel", "symm.space",
-    "symm.workspace",
-    "kernels.launch", "kernels.triton_launch", "kernels.primitives", "kernels.word_primitives",
-    "kernels.portable.gemm_tile", "kernels.few_rows.words", "kernels.few_rows.gemv_ar",
-    "kernels.few_rows.ag_gemv",
-    "kernels.experts.a2a_gemm", "kernels.experts.gemm_a2a", "kernels.experts.weights",
-    "kernels.hopper_primitives", "kernels.hopper.signals", "kernels.hopper.tile_order",
-    "kernels.hopper.split_k", "kernels.hopper.scheduler", "kernels.hopper.ring",
-    "kernels.hopper.roles", "kernels.hopper.epilogue", "kernels.hopper.stored_tiles",
-    "kernels.hopper.gathered_rows", "kernels.hopper.gathered_sums",
-    "kernels.hopper.ag_gemm",
-    "kernels.hopper.gemm_rs", "kernels.hopper.split_tiles", "kernels.descriptors",
-    "kernels.hopper.config", "kernels.hopper.gemm", "kernels.portable.signalled_gemm",
-    "kernels.hopper.signalled_gemm", "kernels.experts.hopper_routes", "kernels.experts.hopper_rows",
-    "kernels.hopper.handed_tiles",
-    "kernels.experts.hopper_a2a_gemm", "kernels.experts.hopper_gemm_a2a",
+    "symm.lasting", "symm.signals", "symm.space", "symm.workspace",
+    "kernels.launch", "kernels.triton_launch", "kernels.descriptors", "kernels.primitives",
+    "kernels.word_primitives", "kernels.hopper_primitives",
+    "kernels.few_rows.gemv_ar", "kernels.few_rows.ag_gemv",
+    *(f"kernels.hopper.{name}" for name in (
+        "signals", "tile_order", "split_k", "scheduler", "ring", "roles", "epilogue",
+        "stored_tiles", "gathered_rows", "gathered_sums", "ag_gemm", "gemm_rs", "split_tiles",
+        "config", "gemm", "signalled_gemm", "handed_tiles",
+    )),
+    "kernels.experts.a2a_gemm", "kernels.experts.weights", "kernels.experts.hopper_routes",
+    "kernels.experts.hopper_rows", "kernels.experts.hopper_a2a_gemm",
+    "kernels.experts.hopper_gemm_a2a",
     "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
-    "embedding.bags", "embedding.fused_bags",
     "overlap.low_latency", "overlap.stage", "overlap.signalled", "overlap.calls",
+    "embedding.bags", "embedding.fused_bags",
 )  # fmt: skip
 
 
@@ -74,14 +70,17 @@ class Mutation:
 
 
 class PackageCopy:
-    """The modules of the package as they are now, by their last name: `package.transfer`."""
+    """The modules of the package as they are now, by their last name: `package.transfer`; those of
+    the Hopper kernels with the room before it: `package.hopper_ring`.
+    """
 
     mutation: Mutation | None = None  # of a file that is none of the package: an own kernel's
 
     def __init__(self, package: str) -> None:
         importlib.import_module("flux_megatron.kernels")
         for module in _MODULES:
-            setattr(self, module.rsplit(".")[-1], importlib.import_module(f"{package}.{module}"))
+            name = module.replace("hopper.", "hopper_").rsplit(".")[-1]
+            setattr(self, name, importlib.import_module(f"{package}.{module}"))
         self.experts = importlib.import_module(f"{package}.expert_parallel.fused")
         self.hopper_experts = importlib.import_module(f"{package}.expert_parallel.hopper")
         self.hopper_kernels = HopperKernels(self)
@@ -280,7 +279,7 @@ class Machine:
             mock.patch.multiple(p.hopper_config, SLICE_COLUMNS=8, SHARED_BYTES=6200),
             mock.patch.multiple(p.hopper_ag_gemm, SLICE_COLUMNS=8),
             # so that small problems have tiles to split
-            mock.patch.multiple(p.split_k, K_TILES_MIN=2, PART_K_TILES=0, LOW_PART_K_TILES=0),
+            mock.patch.multiple(p.hopper_split_tiles, K_TILES_MIN=2, PART_K_TILES=0, LOW_PART_K_TILES=0),
             p.hopper_kernels.launched_on(self._gluon()),
         ):
             yield
