@@ -121,6 +121,26 @@ def test_a_list_refuses_a_table_of_another_size(driver):
         enqueue.native().List(0, 513)
 
 
+def test_a_list_refuses_registers_and_places_that_a_run_has_not(driver):
+    made = enqueue.native().List(0, 2)
+    for register in (enqueue.TABLE + 2, -1):
+        with pytest.raises(IndexError, match=f"register {register} given, 0 to 17 expected"):
+            made.add([(enqueue.WRITE, enqueue.STREAM, (register, 0), always(1))])
+    kernel = (0, (1, 1, 1), 32, 0, bytes(12))
+    for places, patches, said in [
+        ((12,), (), "1 bytes at 12 given, 12 bytes"),
+        ((0,), ((1, 8, X),), "8 bytes at 8 given, 12 bytes"),
+        ((0,), ((2, 0, X),), "128 bytes at 0 given, 12 bytes"),
+        ((0,), ((0, 8, Operand(enqueue.TABLE + 2)),), "register 18 given"),
+    ]:
+        with pytest.raises(IndexError, match=said):
+            made.launch(enqueue.STREAM, *kernel, places, patches)
+    made = enqueue.native().List(0, 1)
+    made.add([(enqueue.WRITE, enqueue.STREAM, X, always(1))])
+    with pytest.raises(ValueError, match=r"4 registers, .* more than 4 and 8 bytes expected"):
+        made.run(bytes(8), 1, 2, 3)
+
+
 @pytest.mark.parametrize("before", [0, 1, 2])
 def test_a_list_uses_its_device_s_context_and_puts_back_the_thread_s(driver, before):
     """0 is that of a new thread. A refusal puts it back too."""

@@ -28,6 +28,7 @@ typedef struct { int kind; Value stream, a, b, c, rows, pitch; Kernel *kernel; }
 typedef struct {
     PyObject_HEAD
     int count, eager;
+    int highest;  // of the registers below the table that it uses
     Py_ssize_t table;  // its size in bytes
     uint32_t aligned;  // the registers that must be multiples of 16 bytes
     CUcontext context;  // of the device whose streams it uses
@@ -144,8 +145,9 @@ static PyObject *List_run(PyObject *self, PyObject *const *given, Py_ssize_t cou
     uint64_t registers[REGISTERS];
     memset(registers, 0, TABLE * sizeof *registers);
     Py_ssize_t size = count && PyBytes_Check(given[0]) ? PyBytes_GET_SIZE(given[0]) : -1;
-    if (count > TABLE || size != list->table)
-        return PyErr_Format(PyExc_ValueError, "%zd registers, a table of %zd bytes given", count, size);
+    if (count > TABLE || count <= list->highest || size != list->table)
+        return PyErr_Format(PyExc_ValueError, "%zd registers, a table of %zd bytes given, more than "
+                            "%d and %zd bytes expected", count, size, list->highest, list->table);
     memcpy(registers + TABLE, PyBytes_AS_STRING(given[0]), size);
     for (int i = 1; i < count; i++) {
         registers[i] = PyLong_AsUnsignedLongLongMask(given[i]);
@@ -186,6 +188,17 @@ static Operation *more(List *list) {
     return memset(&grown[list->count++], 0, sizeof *grown);
 }
 
+// whether a run has the register; what a list is built of is checked here, so no run needs to
+static int known(List *list, Value value) {
+    int last = TABLE + list->table / sizeof(uint64_t) - 1;
+    if (value.from < 0 || value.from > last) {
+        PyErr_Format(PyExc_IndexError, "register %d given, 0 to %d expected", value.from, last);
+        return 0;
+    }
+    if (value.from < TABLE && value.from > list->highest) list->highest = value.from;
+    return 1;
+}
+
 #define VALUE "(iK)"
 #define INTO(value) &(value).from, &(value).add
 
@@ -200,11 +213,23 @@ static PyObject *List_add(PyObject *self, PyObject *operations) {
                               INTO(one.rows), INTO(one.pitch))) return NULL;
         if (one.kind < 0 || one.kind >= LAUNCH)
             return PyErr_Format(PyExc_ValueError, "operation %d given", one.kind);
+        const Value values[] = {one.stream, one.a, one.b, one.c, one.rows, one.pitch};
+        for (size_t n = 0; n < sizeof values / sizeof *values; n++)
+            if (!known((List *)self, values[n])) return NULL;
         Operation *to = more((List *)self);
         if (!to) return NULL;
         *to = one;
     }
     Py_RETURN_NONE;
+}
+
+// the place of so many bytes in a kernel's parameters, or 0 and an IndexError
+static size_t within(PyObject *place, size_t bytes, Py_ssize_t size) {
+    size_t at = PyLong_AsSize_t(place);
+    if (!PyErr_Occurred() && at + bytes <= (size_t)size) return at;
+    PyErr_Format(PyExc_IndexError, "%zu bytes at %S given, %zd bytes of parameters expected", bytes,
+                 place, size);
+    return 0;
 }
 
 // launch(stream, function, grid, threads, shared, memory, places, patches): see `Kernel`
@@ -229,12 +254,17 @@ static PyObject *List_launch(PyObject *self, PyObject *arguments) {
         kernel->config = config;
         kernel->memory = memcpy(block, memory.buf, memory.len);
         for (Py_ssize_t i = 0; i < count; i++)
-            kernel->parameters[i] = kernel->memory + PyLong_AsSize_t(PyTuple_GET_ITEM(places, i));
+            kernel->parameters[i] =
+                kernel->memory + within(PyTuple_GET_ITEM(places, i), 1, memory.len);
         for (Py_ssize_t i = 0; i < patched && !PyErr_Occurred(); i++) {
             Patch *to = &kernel->patches[kernel->patch_count++];
-            PyArg_ParseTuple(PyTuple_GET_ITEM(patches, i), "in" VALUE, &to->how, &to->at,
-                             INTO(to->value));
+            PyObject *at;
+            if (!PyArg_ParseTuple(PyTuple_GET_ITEM(patches, i), "iO" VALUE, &to->how, &at,
+                                  INTO(to->value)) || !known((List *)self, to->value)) break;
+            to->at = within(at, to->how == AS_MAP ? sizeof(CUtensorMap) : to->how == AS_WORD ? 4 : 8,
+                            memory.len);
         }
+        known((List *)self, stream);
         one->kind = LAUNCH, one->stream = stream, one->kernel = kernel;
     } else PyErr_NoMemory();
     PyBuffer_Release(&memory);
