@@ -279,7 +279,9 @@ class Machine:
             mock.patch.multiple(p.hopper_config, SLICE_COLUMNS=8, SHARED_BYTES=6200),
             mock.patch.multiple(p.hopper_ag_gemm, SLICE_COLUMNS=8),
             # so that small problems have tiles to split
-            mock.patch.multiple(p.hopper_split_tiles, K_TILES_MIN=2, PART_K_TILES=0, LOW_PART_K_TILES=0),
+            mock.patch.multiple(
+                p.hopper_split_tiles, K_TILES_MIN=2, PART_K_TILES=0, LOW_PART_K_TILES=0
+            ),
             p.hopper_kernels.launched_on(self._gluon()),
         ):
             yield
