@@ -92,7 +92,7 @@ def test_a_rank_that_makes_another_call_ends_a_growth(rank):
         calls[rank]()
 
 
-@on_cpu_ranks(2, limit_s=30, environment={"FLUX_MEGATRON_TIMEOUT_S": "1"})
+@on_cpu_ranks(2, limit_s=12, environment={"FLUX_MEGATRON_TIMEOUT_S": "1"})
 def test_a_rank_that_comes_to_a_growth_when_the_others_have_left_is_told(rank):
     begins(rank, Channel, 5000)
     time.sleep(3 * rank)

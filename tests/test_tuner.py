@@ -153,7 +153,7 @@ def test_no_room_for_operands_on_one_rank_is_known_to_all(rank):
 
 
 @pytest.mark.parametrize(("pattern", "layout"), [*itertools.product(Pattern, ("nt", "nn"))])
-@on_device_ranks(2, limit_s=20)
+@on_device_ranks(2, limit_s=15)
 def test_no_room_for_sequential_on_one_rank_is_known_before_a_collective(rank, pattern, layout):
     """The other rank would wait in it; and the group's own collectives go on."""
     problem = some_problem(pattern, layout)

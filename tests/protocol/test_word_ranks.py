@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from interpreted_access import needs_interpreter
+from mutants import CASES as CASES_OF_MUTANTS
 from protocol_cases import Case, run
 from virtual_machine import Machine, Mutation, PackageCopy, mutated
 from virtual_ranks import STANDARD, Schedule
@@ -20,9 +21,7 @@ IN_PARTS = {**FEW, "K": 40}  # three k-tiles: of four parts one is empty
 CASES = [
     Case("ar", rows=(2, 2, 2, 2), **FEW),
     Case("ar", rows=(1, 3, 1, 3), layout="nn", dtype=torch.bfloat16, **FEW),
-    Case("ar", world_size=3, rows=(2, 1, 2, 2), two_phase=True, **FEW),
     Case("ar", world_size=4, rows=(1, 1, 1), two_phase=True, dtype=torch.float16, **FEW),
-    Case("ar", world_size=3, rows=(1,) * 6, captured=True, **FEW),
     Case("ar", rows=(2,) * 5, two_streams=True, two_phase=True, **FEW),
 ]
 CASES += [
@@ -44,14 +43,20 @@ CASES += [
     Case("ag", world_size=3, rows=(2, 1, 2), bias=True, parts=3, **IN_PARTS),
     Case("ag", rows=(2, 1, 2), tma=True, two_streams=True, parts=4, **IN_PARTS),
 ]
+OF_MUTANTS = [c for c in CASES_OF_MUTANTS.values() if getattr(c, "strategy", "") == FEW["strategy"]]
 # more CTAs than may be resident, which start in an order that differs between the ranks
 ONE_BY_ONE = Schedule("one by one", "random", seed=4, resident=1, any_order=True)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_schedule(package, case):
-    for schedule in (*STANDARD, ONE_BY_ONE):
+    for schedule in STANDARD:
         run(case, package, schedule)
+
+
+@pytest.mark.parametrize("case", [*CASES, *OF_MUTANTS], ids=str)
+def test_ctas_may_run_one_by_one(package, case):
+    run(case, package, ONE_BY_ONE)
 
 
 @pytest.mark.parametrize("last", [2**30 - 2, 2**31 - 2, -2])
