@@ -19,8 +19,6 @@ from hypothesis import strategies as st
 from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
 
 from flux_megatron import errors, ops, settings
-from flux_megatron.kernels.portable.signalled_gemm import Band
-from flux_megatron.overlap import stage as stages
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import call_log, lru_cache
 from flux_megatron.symm import space as spaces
@@ -130,20 +128,6 @@ def test_growth_frees_the_memory_before(rank, kind, name):
     del channel, region
     begins(rank, kind, 10**6)
     assert not any(one() for one in known)
-
-
-def test_tables_of_bands_are_bounded_but_for_those_that_graphs_know(monkeypatch):
-    stage = stages.Stage(torch.device("cpu"))
-    made = [(Band(0, rows, 1),) for rows in range(1, 2 * lru_cache.LIMIT)]
-    first, *others = made
-    captured = stage.table(first)
-    with monkeypatch.context() as patched:
-        patched.setattr(stages, "capturing", lambda device: True)
-        assert stage.table(first) is captured
-    for bands in others:
-        stage.table(bands)
-    assert len(stage._tables) == lru_cache.LIMIT
-    assert stage.table(first) is captured
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="GPUs of several nodes have no log")

@@ -22,7 +22,7 @@ from cases import ON_HOPPER, plan_of
 from ranks import DEVICE, on_device, run_ranks
 
 import flux_megatron
-from flux_megatron.overlap import calls
+from flux_megatron.overlap import calls, collectives
 from flux_megatron.problem import Tile
 from flux_megatron.symm import cpu_backend
 from flux_megatron.symm.workspace import workspaces
@@ -94,7 +94,8 @@ def chains(rank: int, strategy: str, pattern: str, deeper: bool = False) -> list
 
     def followed() -> set[tuple[str, ...]]:
         found.clear()
-        with mock.patch.multiple(cpu_backend, ctypes=ONE_MORE if deeper else ctypes):
+        engine = mock.patch.multiple(cpu_backend, ctypes=ONE_MORE if deeper else ctypes)
+        with engine, mock.patch.object(collectives, "_LOOK_S", 60):  # nobody is late here
             sys.setprofile(entered)
             call(x, w, dist.group.WORLD, plan=plan)
             sys.setprofile(None)
@@ -117,25 +118,26 @@ def copied(*given: int) -> None:
 ONE_MORE = SimpleNamespace(memmove=copied, c_int32=ctypes.c_int32)
 
 
+# of the strategy, torch's functions and the collectives that a program calls
+CALLED = {
+    "pipelined": {"overlap/transfer", "overlap/library_gemm"},
+    "sequential": {"overlap/library_gemm", "overlap/collectives"},
+    "signalled": {"overlap/signalled", "overlap/stage", "overlap/collectives"},
+}
+
+
 @pytest.mark.parametrize(("strategy", "pattern"), KERNELS)
 def test_a_call_goes_through_five_files_at_most(strategy, pattern):
-    own = strategy not in ("sequential", "signalled")
     kernels = {f"kernels/{name}" for name in KERNELS[strategy, pattern]}
+    called = CALLED.get(strategy, {"overlap/transfer"})
     for found, builds in on_device(chains, 2, strategy, pattern, environment=PLAIN):
         longest = max(found, key=len)
         assert len(longest) <= LONGEST, " > ".join(longest)
         assert {chain[0] for chain in found} == {"ops"}
         # the same as a list: what is open at once, and dispatch, which has returned by then
-        host = {"ops", "dispatch"}
-        if own:  # a program is there: only torch's functions are the strategy's
-            host |= {"overlap/calls", "overlap/transfer"}
-            functions = {"overlap/pipelined"} if strategy == "pipelined" else set()
-            assert opened(found) == host | functions
-            assert opened(builds) == host | {f"overlap/{strategy}"} | kernels
-        else:  # the group's collectives; those of one GPU wait for none
-            stage = {"overlap/stage"} if strategy == "signalled" else set()
-            host |= {f"overlap/{strategy}", "overlap/collectives"} | stage
-            assert opened(found) == host | kernels
+        host = {"ops", "dispatch", "overlap/calls"} | called
+        assert opened(found) == host
+        assert opened(builds) == host | {f"overlap/{strategy}"} | kernels
 
 
 def opened(found: set[tuple[str, ...]]) -> set[str]:

@@ -18,6 +18,7 @@ from flux_megatron import errors, ops, pieces
 from flux_megatron.kernels.hopper import config as hopper_config
 from flux_megatron.kernels.hopper import gemm as hopper_gemm
 from flux_megatron.kernels.portable.signalled_gemm import bands, ends_of
+from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.overlap import registry, signalled
 from flux_megatron.overlap import stage as stages
 from flux_megatron.patterns import ROW, Pattern
@@ -123,14 +124,11 @@ def test_the_hopper_kernel_makes_bands_of_whole_tiles(monkeypatch):
     tile = replace(hopper_config.TILE, group_m=16)
 
     def by_hopper(
-        rows=512, group_rows=(128, 256), shards=2, dtype=torch.bfloat16, tile=tile, K=64, address=32
+        rows=512, group_rows=(128, 256), shards=2, dtype=torch.bfloat16, tile=tile, K=64
     ) -> bool:
-        x = SimpleNamespace(
-            device=torch.device("cuda"), dtype=dtype, shape=(rows * shards, K),
-            data_ptr=lambda: address,
-        )  # fmt: skip
+        x = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(rows * shards, K))
         made = bands(rows, 256, shards, group_rows, tile)
-        kernel = signalled.kernel_of(x, x, 256, made, shards, tile)
+        kernel = signalled.kernel_of(x, 256, made, shards, tile)
         assert kernel in (hopper_kernel.signalled_gemm, signalled.signalled_gemm)
         return kernel is hopper_kernel.signalled_gemm
 
@@ -141,7 +139,7 @@ def test_the_hopper_kernel_makes_bands_of_whole_tiles(monkeypatch):
     ]  # fmt: skip
     refused = [
         {"rows": 400}, {"shards": 1, "group_rows": (144,)}, {"dtype": torch.float32}, {"K": 60},
-        {"tile": replace(tile, block_n=128)}, {"address": 34},
+        {"tile": replace(tile, block_n=128)},
     ]  # fmt: skip
     assert [given for given in [*taken, *refused] if by_hopper(**given)] == taken
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
@@ -221,12 +219,23 @@ def test_a_communicator_for_each_number_of_sms(monkeypatch):
     assert few.abort.call_count == many.abort.call_count == 1
 
 
+@on_cpu_ranks(1)
+def test_a_graph_holds_the_tables_of_its_calls(rank):
+    given = torch.ones(8, 4), torch.ones(3, 4), dist.group.WORLD
+    plan, kept = Plan("signalled", tile=SMALL), workspace(dist.group.WORLD, here()).kept
+    ops.gemm_reduce_scatter(*given, plan=plan)
+    assert not kept["signalled"].held_by_graph
+    with mock.patch.object(signalled, "capturing", return_value=True):
+        ops.gemm_reduce_scatter(*given, plan=plan)
+    assert kept["signalled"].held_by_graph
+
+
 @on_cpu_ranks(2)
 def test_an_error_in_the_middle_breaks_the_group(rank):
     x, w, group = torch.ones(8, 4), torch.ones(3, 4), dist.group.WORLD
     plan = Plan("signalled", tile=SMALL)
     with (
-        mock.patch.object(signalled, "signalled_gemm", side_effect=RuntimeError("no kernel")),
+        mock.patch.object(Launcher, "launch", side_effect=RuntimeError("no kernel")),
         pytest.raises(RuntimeError, match="no kernel"),
     ):
         ops.gemm_reduce_scatter(x, w, group, plan=plan)

@@ -121,7 +121,8 @@ def _begin(every: Tensor, w: ExpertWeights, layout: str, plan: Plan, space: Work
     rank = space.group.rank()
     numbers = tuple(every.flatten().tolist())
     order = order_of(numbers, len(every), rank, plan.bands, plan.tile.block_m, space.device)
-    stage.begin(space)  # no fork: the host has waited for all that x comes from
+    space.engine.follow()
+    stage.begin()  # no fork: the host has waited for all that x comes from
     return _Call(order, stage, group, w, layout, plan, int(every[:, rank].sum()))
 
 

@@ -75,7 +75,7 @@ class _Builder:
         stops = [at for at, step in enumerate(steps) if isinstance(step, TorchCall)]
         ends = [*stops, len(steps)]
         first = self._list(steps[: ends[0]])
-        asks = begins and bool(self._program.channels)  # collectives ask nothing
+        asks = begins and self._program.follows  # plain collectives ask nothing
         if asks:
             registers = (*_ALIGNED, *range(MADE, MADE + len(self._program.made)))
             first.require(True, sum(1 << register for register in registers))

@@ -132,6 +132,8 @@ class InFlight:
 
     def _begin(self) -> None:
         program = self.program
+        if program.follows:
+            self.engine.follow()
         self.calls += [
             transfer.begin(self.space, one.name, one.size_bytes, one.kind)
             for one in program.channels
@@ -210,7 +212,7 @@ class InFlight:
                 self.stream, self._elsewhere = stream, True
                 self._given = (self._given[0], stream, *self._given[2:])
                 self.engine.hold(*self.tensors[_MADE:])
-            if self._lists is None and self.calls:
+            if self._lists is None and self.program.follows:
                 self.engine.follow()  # which knows of captures too
             else:
                 self._follow_others()
@@ -272,8 +274,8 @@ class InFlight:
         return True
 
     def _follow_others(self) -> None:
-        """Meanwhile another thread may have made a call. Collectives have an order of their own."""
-        if self.engine._last != self.stream and self.calls:
+        """Meanwhile another thread may have made a call."""
+        if self.engine._last != self.stream and self.program.follows:
             self.engine.follow()
 
     # What the steps ask for.

@@ -11,12 +11,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from flux_megatron.scaling import is_fp8
 from flux_megatron.symm.program import CallProgram
 from flux_megatron.symm.space import Workspace
 from flux_megatron.symm.steps import Slot
 
 _LOOK_S = 0.05
+
+
+def all_gather(out: Tensor, rows: Tensor, **options: Any) -> dist.Work | None:
+    """`dist.all_gather_into_tensor` of any dtype: no collective knows those of FP8."""
+    if is_fp8(rows):
+        out, rows = out.view(torch.uint8), rows.view(torch.uint8)
+    return dist.all_gather_into_tensor(out, rows, **options)
 
 
 def start(
@@ -27,7 +36,7 @@ def start(
         p.host(partial(_start, collective), *slots)
 
 
-def _start(collective: Callable[..., dist.Work | None], call: Any, *tensors: torch.Tensor) -> None:
+def _start(collective: Callable[..., dist.Work | None], call: Any, *tensors: Tensor) -> None:
     space = call.space
     if not space.alone:
         call.works.append(collective(*tensors, group=space.group, async_op=True))
@@ -58,10 +67,12 @@ def wait(work: dist.Work, workspace: Workspace) -> None:
     inference = torch.is_inference_mode_enabled()
     thread = threading.Thread(target=_wait, args=(work, inference, failures), daemon=True)
     thread.start()
+    thread.join(_LOOK_S)
     while thread.is_alive():
-        thread.join(_LOOK_S)
         workspace.check()
+        thread.join(_LOOK_S)
     if failures:
+        workspace.check()
         raise failures[0]
 
 

@@ -11,16 +11,13 @@ Backward hides its collectives behind the other GEMM, as Megatron does: both sta
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flux_megatron.overlap import collectives, library_gemm
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
-from flux_megatron.scaling import is_fp8, result_dtype
+from flux_megatron.scaling import result_dtype
 from flux_megatron.symm.program import Builder, CallProgram
 from flux_megatron.symm.steps import Slot
 
@@ -49,14 +46,8 @@ def candidates(problem: Problem) -> list[Plan]:
 def _gather(p: CallProgram, x: Slot) -> Slot:
     """The rows of every rank, once `collectives.wait_for` has been added."""
     gathered = x.new_empty(p.world_size * len(x), x.shape[1])
-    collectives.start(p, "all-gather", _all_gather, gathered, x)
+    collectives.start(p, "all-gather", collectives.all_gather, gathered, x)
     return gathered
-
-
-def _all_gather(out: Tensor, rows: Tensor, **options: Any) -> dist.Work | None:
-    if is_fp8(rows):  # no collective knows these dtypes
-        out, rows = out.view(torch.uint8), rows.view(torch.uint8)
-    return dist.all_gather_into_tensor(out, rows, **options)
 
 
 def _ag_gemm(p: CallProgram) -> Slot:

@@ -28,9 +28,10 @@ from flux_megatron.kernels.hopper import gemm as hopper_gemm
 from flux_megatron.kernels.portable.signalled_gemm import Band, bands, signalled_gemm
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.overlap import collectives, fused, gathered_bands
-from flux_megatron.overlap.stage import communicator, join, stage_of
+from flux_megatron.overlap.stage import communicator, stage_of
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
+from flux_megatron.symm.device import capturing
 from flux_megatron.symm.program import Builder, CallProgram
 from flux_megatron.symm.steps import Slot
 
@@ -79,6 +80,7 @@ def _ag_gemm(p: CallProgram) -> Slot:
     y = p.x.new_empty(p.world_size * len(p.x), p.N)
     blocks = p.x.new_empty(len(y), p.x.shape[1])
     ordered = (p.x.new_empty(*blocks.shape),) if p.caller_steps else ()
+    p.follows = True
     p.host(_gather_bands, p.x, p.w, y, blocks, *ordered)
     if p.bias is not None:
         p.torch(Tensor.add_, y, p.bias)
@@ -90,7 +92,7 @@ def _gather_bands(call: InFlight, x: Tensor, w: Tensor, *made: Tensor) -> None:
     program, space = call.program, call.space
     stage, group = stage_of(space), communicator(space, program.plan.comm_sms)
     right = w.t() if program.layout == "nt" else w
-    stage.begin(space)
+    stage.begin()
     gathered_bands.ag_gemm(program.plan.group_rows, group, stage.stream, space, x, right, *made)
     stage.open = False
 
@@ -124,30 +126,33 @@ def _by_bands(
 
     In this order: where CUDA_DEVICE_MAX_CONNECTIONS is 1 the GEMM would stand behind the waits.
     """
-    of_bands = bands(len(p.x) // shards, p.N, shards, p.plan.group_rows, p.plan.tile)
+    plan, stage = p.plan, stage_of(p.space)
+    of_bands = bands(len(p.x) // shards, p.N, shards, plan.group_rows, plan.tile)
+    table = p.kept(stage.table(of_bands))
+    p.follows = True
+    p.host(_begin, table)
     with p.phase("signalled_gemm kernel"):  # `report().kernels` says which
-        p.host(partial(_multiply, of_bands, shards), p.x, p.w, made[-1])
+        kernel_of(p.x, p.N, of_bands, shards, plan.tile)(
+            p.x, p.w, made[-1], table=table, tiles=sum(band.tiles for band in of_bands),
+            shards=shards, counters=p.kept(stage.counters), layout=p.layout, tile=plan.tile,
+            work_counter=p.kept(stage.work_counter), spare_sms=plan.comm_sms,
+        )  # fmt: skip
     for number, band in enumerate(of_bands):
         with p.phase(name):
             p.host(partial(_collect, number, band, shards, collective), *made)
     p.caller_step()
-    p.host(_finish, *made)
+    p.host(_finish)
+    p.held += made
     return made[0]
 
 
-def _multiply(
-    of_bands: tuple[Band, ...], shards: int, call: InFlight, x: Tensor, w: Tensor, out: Tensor
-) -> None:
-    plan, stage = call.program.plan, stage_of(call.space)
-    communicator(call.space, plan.comm_sms)  # made before anything is enqueued
-    table = stage.table(of_bands)
-    stage.begin(call.space)
+def _begin(call: InFlight, table: Tensor) -> None:
+    stage = stage_of(call.space)
+    communicator(call.space, call.program.plan.comm_sms)  # made before anything is enqueued
+    stage.begin()
+    if capturing(call.space.device):
+        stage.hold(table)
     stage.stream.fork()  # before the kernel: collectives wait for tiles, not for its end
-    kernel_of(x, w, out.shape[1], of_bands, shards, plan.tile)(
-        x, w, out, table=table, tiles=sum(band.tiles for band in of_bands), shards=shards,
-        counters=stage.counters, work_counter=stage.work_counter, spare_sms=plan.comm_sms,
-        layout=call.program.layout, tile=plan.tile,
-    )  # fmt: skip
 
 
 def _collect(
@@ -161,13 +166,14 @@ def _collect(
     stage.stream.write(stage.count_of(number), 0)  # for the next call
 
 
-def _finish(call: InFlight, *made: Tensor) -> None:
-    join(call.space)
-    call.engine.hold(*made)
+def _finish(call: InFlight) -> None:
+    stage = stage_of(call.space)
+    stage.stream.join()
+    stage.open = False
 
 
 def kernel_of(
-    x: Tensor, w: Tensor, N: int, made: tuple[Band, ...], shards: int, tile: Tile
+    x: Slot, N: int, made: tuple[Band, ...], shards: int, tile: Tile
 ) -> Callable[..., None]:
     """The Hopper kernel, unless `hopper.gemm.refuses_bands` says why not, else the portable one.
 
@@ -176,7 +182,7 @@ def kernel_of(
     `spare_sms` SMs, and waits for nobody.
     """
     of_bands = (x.device.type, x.dtype, x.shape[1], N, shards, made, tile)
-    if hopper_gemm.refuses_bands(*of_bands) or not launch.has_whole_units(x, w):
+    if hopper_gemm.refuses_bands(*of_bands):
         return signalled_gemm
     from flux_megatron.kernels.hopper import signalled_gemm as hopper_signalled_gemm
 

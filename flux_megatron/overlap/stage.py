@@ -18,7 +18,6 @@ from flux_megatron.problem import MAX_GROUPS
 from flux_megatron.symm.device import capturing, communication_stream
 from flux_megatron.symm.groups import is_listed, name_of, timeout_s
 from flux_megatron.symm.lasting import lasting
-from flux_megatron.symm.lru_cache import LRUCache
 from flux_megatron.symm.signals import WORK_WORDS
 from flux_megatron.symm.space import Workspace
 from flux_megatron.symm.workspace import workspaces
@@ -37,19 +36,13 @@ class Stage:
         self.open = False
         self.communicators: dict[int, Any] = {}  # by the SMs that they may hold
         self._device = device
-        self._tables: LRUCache[tuple[Band, ...], Tensor] = LRUCache()
-        self._captured: dict[tuple[Band, ...], Tensor] = {}  # graphs know their addresses
+        self._captured: list[Tensor] = []  # tables whose addresses graphs know
 
     @lasting()
-    def table(self, made: tuple[Band, ...]) -> Tensor:
-        """The kernel's table of the bands. A table that a graph has captured stays."""
-        table = self._captured.get(made, self._tables.get(made))
-        if table is None:
-            _refuse_capture(self._device)
-            table = self._tables[made] = table_of(made, self._device)
-        elif capturing(self._device):
-            self._captured[made] = table
-        return table
+    def table(self, of_bands: tuple[Band, ...]) -> Tensor:
+        """The kernel's table of the bands."""
+        _refuse_capture(self._device)
+        return table_of(of_bands, self._device)
 
     @property
     def held_by_graph(self) -> bool:
@@ -65,12 +58,15 @@ class Stage:
             _, own = self.communicators.popitem()
             own.abort()
 
-    def begin(self, workspace: Workspace) -> None:
-        """Open a call, after all that earlier calls have enqueued; no second one beside it."""
+    def begin(self) -> None:
+        """Open a call; no second one beside it."""
         if self.open:
             raise errors.WorkspaceError("a GEMM of signalled was begun while another was open")
         self.open = True
-        workspace.engine.follow()
+
+    def hold(self, table: Tensor) -> None:
+        """A graph captures a call with it."""
+        self._captured.append(table)
 
     def count_of(self, band: int) -> int:
         """The address of a band's counter."""

@@ -31,6 +31,7 @@ from flux_megatron.symm.signals import slot_bytes
 from flux_megatron.symm.steps import (
     FixedSlot,
     HostCall,
+    KeptSlot,
     Move,
     RegionSlot,
     Slot,
@@ -118,6 +119,7 @@ class CallProgram:
         self.borrowed: tuple[Slot | None, ...] = ()
         self.held: tuple[Slot, ...] = ()
         self.y: int | None = None  # the result's place in `made`
+        self.follows = False  # what it enqueues comes after what earlier calls have enqueued
         self.lists: Any = None  # of C, when there are any (`overlap.by_c`)
         self.attempts, self.unlisted = 0, ""  # to make lists, and why the last one failed
 
@@ -139,12 +141,17 @@ class CallProgram:
     def channel(self, name: str, size_bytes: int, kind: type[Channel] = Channel) -> ChannelSlots:
         """A channel that a call opens when it begins, with so many bytes in its region."""
         self.channels += (ChannelSlots(self, name, size_bytes, kind),)
+        self.follows = True
         return self.channels[-1]
 
     def new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Slot:
         """What a call makes."""
         self.made += ((shape, None if dtype is self.x.dtype else dtype),)
         return Slot(self, Operand(MADE + len(self.made) - 1), shape, dtype)
+
+    def kept(self, tensor: Tensor) -> KeptSlot:
+        """A tensor that lives as long as the program: the same in all calls."""
+        return KeptSlot(self, tensor)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -11,7 +11,7 @@ write, wait_count |
 
 A step names numbers by operands: the epoch, or bytes behind an address that a call brings. A `Slot`
 is a tensor of a call that has a shape already: x, w, the bias, the scales of FP8, what the call
-makes, or part of a channel's memory.
+makes, part of a channel's memory, or what a program keeps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from flux_megatron.symm.buffer import Region
-from flux_megatron.symm.enqueue import EPOCHS, Operand, X
+from flux_megatron.symm.enqueue import EPOCHS, Operand, X, always
 from flux_megatron.symm.signals import as_int32
 
 
@@ -113,6 +113,18 @@ class FixedSlot(Slot):
     def of(self, call: Any) -> Tensor:
         tensor = call.calls[self.channel].region.fixed[self.place]
         return tensor if tensor.dtype is self.dtype else tensor.view(self.dtype)
+
+
+class KeptSlot(Slot):
+    """A tensor that is the same in all calls of a program."""
+
+    def __init__(self, program: Program, tensor: Tensor) -> None:
+        operand = always(tensor.data_ptr())
+        super().__init__(program, operand, tuple(tensor.shape), tensor.dtype)
+        self._tensor = tensor
+
+    def of(self, call: Any) -> Tensor:
+        return self._tensor
 
 
 class Move(NamedTuple):

@@ -50,6 +50,7 @@ _MODULES = (
     "kernels.experts.hopper_gemm_a2a",
     "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
     "overlap.low_latency", "overlap.stage", "overlap.signalled", "overlap.calls",
+    "overlap.library_gemm",
     "embedding.bags", "embedding.fused_bags",
 )  # fmt: skip
 
@@ -268,7 +269,7 @@ class Machine:
             mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),
             mock.patch.multiple(p.stage, communication_stream=self._communication_stream),
             # functions of torch's that make tensors on the way
-            mock.patch.multiple(p.pipelined, _scaled_gemm=self._enqueued(p.pipelined._scaled_gemm)),
+            mock.patch.multiple(p.library_gemm, _of_call=self._enqueued(p.library_gemm._of_call)),
             mock.patch.multiple(p.primitives, host_wait=self._host_wait),
             mock.patch.multiple(p.a2a_gemm, PUSHERS=1),  # the other CTAs help
             mock.patch.multiple(p.word_primitives, host_wait_words=self._host_wait_words),

@@ -91,8 +91,11 @@ def start(tree: str, ranks: int, commit: str, calls: int, port: str) -> Tree:
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks),
         **WITHOUT_MULTICAST, **variables,
     }  # fmt: skip
-    worker = str(Path(__file__).with_name("trees_rank.py"))
-    command = [sys.executable, worker, commit, str(calls), folder]
+    workers = (
+        path / f"{__package__.replace('.', '/')}/trees_rank.py" for path in (Path(folder), CHECKOUT)
+    )
+    worker = next(one for one in workers if one.exists())  # its own, which knows its modules
+    command = [sys.executable, str(worker), commit, str(calls), folder]
     started = [
         subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
