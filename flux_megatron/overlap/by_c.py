@@ -56,6 +56,16 @@ def lists_of(
     return program.lists
 
 
+def of_torch_alone(program: CallProgram) -> Lists:
+    """Of a program whose steps are all torch's and the host's: nothing is C's to run."""
+    made: list[Segment] = []
+    for segment in program.segments:
+        steps = (step for _, steps in segment for step in steps)
+        calls = ((step, None) for step in steps if isinstance(step, TorchCall))
+        made.append(Segment(None, tuple(calls)))
+    return Lists(tuple(made), program.made, ())
+
+
 class _Builder:
     def __init__(
         self, program: CallProgram, engine: CopyEngine, number: Callable[[Operand], int]

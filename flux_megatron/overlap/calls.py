@@ -68,6 +68,8 @@ def program_of(
     if program is None:
         program = CallProgram(space, plan, x, w, bias, layout, caller_steps, scaling)
         space.programs[key] = program.built_by(build)
+        if not program.follows:
+            program.lists = by_c.of_torch_alone(program)
     return program
 
 
@@ -103,7 +105,9 @@ class InFlight:
         where anything else must come first.
         """
         self.stream, self._elsewhere = self.engine.current(), False
-        if self._lists is None or self.stream != self.engine._last or is_watched():
+        if self._lists is None or is_watched():
+            return False
+        if self.stream != self.engine._last and self.program.follows:
             return False
         channels = self.space.channels
         for wanted in self.program.channels:
@@ -165,6 +169,8 @@ class InFlight:
             if not captured:
                 self._take_back()
             raise
+        if not self.program.follows:
+            return  # nobody asks for a number
         table, epoch, second = b"", 0, 0
         if calls:
             table, epoch = calls[0].region.table, calls[0].epoch
@@ -210,7 +216,8 @@ class InFlight:
             self._at += 1
             if (stream := self.engine.current()) != self.stream:
                 self.stream, self._elsewhere = stream, True
-                self._given = (self._given[0], stream, *self._given[2:])
+                if self.program.follows:
+                    self._given = (self._given[0], stream, *self._given[2:])
                 self.engine.hold(*self.tensors[_MADE:])
             if self._lists is None and self.program.follows:
                 self.engine.follow()  # which knows of captures too
