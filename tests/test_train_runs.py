@@ -66,16 +66,6 @@ def test_our_layers_train_and_overlap_every_call(straight):
     assert not all(torch.equal(tensor, earlier[key]) for key, tensor in last.items())
 
 
-def test_resuming_changes_no_bit(tmp_path, straight):
-    """Six steps at once, and three and three: the same losses, weights and moments."""
-    out = tmp_path / "run"
-    train(tmp_path, out, "--steps", 3)
-    assert "is not empty" in train(tmp_path, out, expected=2)
-    train(tmp_path, out, "--steps", 6, "--resume")
-    assert losses(out) == losses(straight)
-    assert_same_bits(out, straight, 6)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_leaves_a_checkpoint_and_no_process(tmp_path, number):
     out = tmp_path / "run"

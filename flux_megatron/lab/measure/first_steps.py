@@ -62,12 +62,6 @@ class Log:
         found["compiled"] = self.events[before:]
 
 
-def step(run: Run, layer: Layer) -> None:
-    layer.ours()
-    if run.device.type == "cuda":
-        torch.cuda.synchronize(run.device)
-
-
 def measure(run: Run, model: str, log: Log, Ms: list[int]) -> bool:
     layer, steps = Layer(run, MODELS[model], max(Ms), True), []
     one = torch.ones(1, device=run.device, requires_grad=True)
@@ -76,7 +70,8 @@ def measure(run: Run, model: str, log: Log, Ms: list[int]) -> bool:
     for M in Ms:
         layer.take(M)
         with log.step() as found:
-            step(run, layer)
+            layer.ours()
+            run.synchronize()
         slowest = run.slowest(torch.tensor([found["seconds"]])).item()
         steps.append({"M": M, "slowest_s": round(slowest, 2), **found})
         run.say(f"M={M}: {slowest:.2f} s, {len(found['compiled'])} compiled on rank 0")
