@@ -165,7 +165,6 @@ ROWS = [
     ("launch nope", "nope: one of cpu/tiny, "),
     ("launch cpu/tini --run-dir new", "cpu/tini: cpu/tiny? one of cpu/tiny"),
     ("launch study/dlrm-128-nodes", "a study, which `flux-megatron simulate` alone takes"),
-    ("launch study/mixtral-8x7b_h200 --run-dir new", "model.moe: experts are simulated"),
     (f"{GPT} --sbatch gpus-per-node=a100:4", "gpus-per-node=8 expected"),
     (f"{GPT} --megatron-lm folder", "folder has no pretrain_gpt.py"),
     (f"{GPT} --megatron-lm folder --local", "128 GPUs needed on this machine, 0 found",

@@ -20,10 +20,10 @@ from bench_run import rows_of, run_here
 from races import agreed
 from ranks import DEVICE, on_cpu_ranks, run_ranks
 
-from flux_megatron import report, reset_report, settings
+from flux_megatron import report, reset_report
 from flux_megatron.lab.bench import provenance, records, runner, suites
 from flux_megatron.lab.bench.backward import Backward
-from flux_megatron.lab.bench.candidates import Candidate, with_strategy
+from flux_megatron.lab.bench.candidates import Candidate
 from flux_megatron.lab.bench.competitors import transformer_engine
 from flux_megatron.lab.bench.competitors.transformer_engine import TransformerEngine
 from flux_megatron.lab.bench.forward import Forward
@@ -265,15 +265,6 @@ def test_userbuffers_refuse_to_make_multicast_objects(monkeypatch):
     assert "UB_SKIPMC=1 expected" in TransformerEngine().unavailable()
     monkeypatch.setenv("UB_SKIPMC", "1")
     assert TransformerEngine().unavailable() is None
-
-
-def test_a_strategy_is_set_for_its_call_only_once_it_changes(monkeypatch):
-    monkeypatch.setenv("FLUX_MEGATRON_STRATEGY", "sequential")
-    settings.reload()
-    assert with_strategy("fused", lambda: settings.get().strategy)() == ("fused",)
-    assert with_strategy("auto", lambda: (settings.get().strategy, 1))() == ("auto", 1)
-    monkeypatch.undo()
-    settings.reload()
 
 
 def test_a_row_says_when_any_source_of_the_package_differs_from_its_commit(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The cost model: close to what was measured on 4 x H200, and never absurd elsewhere."""
+"""The cost model of single operations: never absurd, wherever nobody measured."""
 
 import pytest
 from hypothesis import given
@@ -11,22 +11,6 @@ from flux_megatron.lab.perf.linear import operator_us
 from flux_megatron.lab.perf.operator_cost import gemms_us, moved_bytes
 from flux_megatron.problem import Pattern, Problem
 
-# Microseconds on 4 x H200, bf16, the GEMM's local M x N x K: the GEMM alone, then NCCL and GEMM,
-# chunks of library GEMMs, one fused kernel.
-MEASURED = {
-    ("ag_gemm", 8192, 12288, 12288): (3024, 3526, 3080, 3104),
-    ("ag_gemm", 8192, 9216, 12288): (2294, 2796, 2327, 2334),
-    ("ag_gemm", 8192, 14336, 8192): (2394, 2740, 2421, 2444),
-    ("ag_gemm", 4096, 12288, 12288): (1531, 1798, 1559, 1553),
-    ("ag_gemm", 2048, 12288, 12288): (766, 911, 828, 784),
-    ("ag_gemm", 1024, 12288, 12288): (387, 473, 440, None),
-    ("gemm_rs", 8192, 12288, 12288): (3024, 3538, 3145, 3341),
-    ("gemm_rs", 8192, 12288, 3072): (779, 1290, 889, 982),
-    ("gemm_rs", 8192, 8192, 7168): (1227, 1578, 1270, 1367),
-    ("gemm_rs", 4096, 12288, 12288): (1527, 1798, 1581, 1694),
-    ("gemm_rs", 2048, 12288, 12288): (766, 911, 846, 869),
-    ("gemm_rs", 1024, 12288, 12288): (386, 468, 450, 437),
-}
 STRATEGIES = ("megatron", "pipelined", "fused", "hopper")
 SIZES = st.sampled_from([64, 192, 512, 1024, 3072, 8192, 12288])
 
@@ -36,27 +20,6 @@ def problem(pattern: str, M: int, N: int, K: int, layout: str = "nt") -> Problem
     gathers = pattern == "ag_gemm"
     N, K = N * (4 if gathers else 1), K * (1 if gathers else 4)
     return Problem(Pattern(pattern), M, N, K, "bfloat16", 4, layout)
-
-
-@pytest.mark.parametrize("shape", MEASURED, ids=lambda shape: "x".join(map(str, shape)))
-def test_within_15_percent_of_what_was_measured(shape):
-    gemm, *times = MEASURED[shape]
-    assert gemm_us(H200, *shape[1:], "bfloat16") == pytest.approx(gemm, rel=0.15)
-    for strategy, measured in zip(STRATEGIES[:3], times, strict=True):
-        if measured is not None:
-            predicted = operator_us(problem(*shape), strategy, H200)
-            assert predicted == pytest.approx(measured, rel=0.15), strategy
-
-
-def test_the_backward_of_stock_layers():
-    """Forward and backward of one layer as Megatron-core runs it, by its own measurement."""
-    pair = ("ag_gemm", "gemm_rs")
-    for forward, backward, N, K, measured in [
-        (*pair, 12288, 12288, 10093), (*pair, 9216, 12288, 7759), (*pair[::-1], 12288, 3072, 3345)
-    ]:  # fmt: skip
-        halves = problem(forward, 8192, N, K), problem(backward, 8192, K, N, "nn")
-        both = sum(operator_us(half, "megatron", H200) for half in halves)
-        assert both == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +55,9 @@ def test_small_problems_are_not_cut_into_library_gemms():
     """Each of four GEMMs would read the whole weight."""
     small, large = (problem("ag_gemm", M, 12288, 12288) for M in (64, 8192))
     assert operator_us(small, "megatron", H200) < operator_us(small, "pipelined", H200)
-    assert operator_us(large, "megatron", H200) > operator_us(large, "pipelined", H200)
+    pipelined_us = operator_us(large, "pipelined", H200)
+    assert pipelined_us == pytest.approx(3080, rel=0.04)  # measured on 4 x H200
+    assert operator_us(large, "megatron", H200) > pipelined_us
     # what is exposed is the collective where nothing overlaps
     collective = collective_us(H200, moved_bytes(large), 4)
     gemms = sum(gemms_us(large, H200))

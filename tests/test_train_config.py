@@ -3,7 +3,7 @@
 import pytest
 from train_words import DEMO, load
 
-from flux_megatron import config_files, settings
+from flux_megatron import settings
 from flux_megatron.errors import BadInput
 from flux_megatron.lab.train import config as configs
 from flux_megatron.lab.train import ranks, run_folder
@@ -33,12 +33,6 @@ def test_a_sequential_plan_is_a_reason_where_plans_are_chosen():
         silent = 2 if strategy in ("auto", "sequential") else 5
         assert run_folder.counts(load(strategy=strategy), found, 13)["silent"] == silent
     assert run_folder.counts(load(layers="stock"), found, 13)["eligible"] == 0
-
-
-def test_overrides_are_read_as_yaml():
-    texts = ["train.lr=1e-2", "data.path=null", "train.clip=0"]
-    config = configs.load(DEMO, config_files.overrides(texts, example=""))
-    assert (config.train.lr, config.data.path, config.train.clip) == (0.01, None, 0.0)
 
 
 def test_global_batch_is_shared_out():

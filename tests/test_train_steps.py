@@ -148,16 +148,11 @@ def test_the_optimizer_gets_each_field_of_the_configuration(rank):
     ],
 )  # fmt: skip
 def test_the_model_gets_each_field_of_the_configuration(model, expected):
-    found = transformer_config(config(model))
-    assert {name: getattr(found, name) for name in expected} == expected
-
-
-def test_half_precision_and_tensor_parallelism_are_those_of_the_configuration():
     for tp, asked in ((1, True), (2, True), (2, False)):
         parallel = {"tp": tp, "sequence_parallel": asked}
-        found = transformer_config(config(parallel=parallel, dtype="bfloat16"))
-        assert found.tensor_model_parallel_size == tp
-        assert found.sequence_parallel is (asked and tp > 1)
+        found = transformer_config(config(model, parallel, dtype="bfloat16"))
+        assert {name: getattr(found, name) for name in expected} == expected
+        assert (found.tensor_model_parallel_size, found.sequence_parallel) == (tp, asked and tp > 1)
         assert (found.params_dtype, found.bf16, found.fp16) == (torch.bfloat16, True, False)
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import yaml
 
-from flux_megatron.launch.errors import LaunchError
 from flux_megatron.launch.workload import Workload
 
 POSITION = {"learned": "learned_absolute", "rope": "rope"}
@@ -64,8 +63,6 @@ def render(
     `save`: folder of checkpoints, written every `save_interval` steps, at the end and on SIGTERM.
     """
     model, training, parallel = workload.model, workload.training, workload.parallel
-    if model.moe:
-        raise LaunchError("model.moe: experts are simulated; no launch has their arguments")
     grouped, cpu = model.kv_heads != model.heads, workload.cluster.gpu == "cpu"
     flags = {
         "--swiglu": model.swiglu,

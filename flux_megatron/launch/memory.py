@@ -21,7 +21,6 @@ RESERVED_BYTES = 3 * 2**30  # assumed: CUDA's context, NCCL's channels, cuBLAS, 
 # buffers of qkv and fc1, by Transformer Engine's default methods. flux: the channels for gather and
 # scatter, with two regions each, and a third where a CUDA graph captures calls.
 GATHERED_BUFFERS = {"megatron": 1, "te": 10, "flux": 4}
-EXPERT_BUFFERS = 4  # of capacity x hidden: a2a_gemm and gemm_a2a have two regions each
 
 
 @dataclass(frozen=True)
@@ -69,24 +68,9 @@ def of_stage(w: Workload, stage: Stage) -> int:
 
 def layer_parameters(model: Model, parallel: Parallel) -> int:
     """Of one transformer layer. Norms and biases after a reduction are on every GPU."""
-    qkv, bias = model.hidden + 2 * model.kv_width, int(model.linear_bias)
-    shared = model.hidden * (qkv + model.hidden) + bias * qkv
-    whole = 2 * _norm_parameters(model) + bias * model.hidden
-    if model.moe:
-        whole += model.hidden * model.moe.experts + expert_parameters(model, parallel)
-    else:
-        shared += model.hidden * (model.fc1_width + model.ffn) + bias * model.fc1_width
-        whole += bias * model.hidden
-    return shared // parallel.tp + whole
-
-
-def expert_parameters(model: Model, parallel: Parallel) -> int:
-    """Of one layer's experts: other replicas have others."""
-    if model.moe is None:
-        return 0
-    bias = model.fc1_width + model.hidden if model.linear_bias else 0
-    one = model.hidden * (model.fc1_width + model.ffn) + bias
-    return model.moe.experts // parallel.ep * one
+    columns, bias = model.hidden + 2 * model.kv_width + model.fc1_width, int(model.linear_bias)
+    shared = model.hidden * (columns + model.hidden + model.ffn) + bias * columns
+    return shared // parallel.tp + 2 * (_norm_parameters(model) + bias * model.hidden)
 
 
 def table_parameters(w: Workload) -> int:
@@ -115,18 +99,11 @@ def parameters(w: Workload, stage: Stage) -> int:
 def updated(w: Workload, stage: Stage) -> int:
     """What one GPU's optimizer updates, the distributed one its share of what its replicas have."""
     dp = w.parallel.dp if w.training.distributed_optimizer else 1
-    ep = w.parallel.ep if dp > 1 else 1
-    experts = stage.layers * expert_parameters(w.model, w.parallel)
-    return (parameters(w, stage) - experts) // dp + experts * ep // dp
+    return parameters(w, stage) // dp
 
 
 def workspace(w: Workload) -> int:
-    """The buffers between which the ranks move [M, hidden]: tensor-parallel ones, and those of
-    fused experts, as many rows as a rank may get at most.
-    """
-    moe, ep = w.model.moe, w.parallel.ep
-    if moe and w.arm == "flux" and ep > 1:
-        return EXPERT_BUFFERS * min(moe.topk, moe.experts // ep) * ep * w.gathered_bytes
+    """The buffers between which tensor-parallel ranks move [M, hidden]."""
     return 0 if w.parallel.tp == 1 else GATHERED_BUFFERS[w.arm] * w.gathered_bytes
 
 
@@ -159,9 +136,6 @@ def layer_activations(w: Workload) -> int:
     qkv = 2 * model.hidden + 2 * model.kv_width  # and attention's output
     # beside them the activation's input and output
     split = w.tokens * (qkv + model.fc1_width + model.ffn) * element // tp
-    if model.moe:  # rows of each token's experts as they come, the activation, and what goes back
-        one = 2 * model.hidden + model.fc1_width + model.ffn
-        split = (w.tokens * qkv + int(w.expert_rows * one)) * element
     # core attention: its softmax [b, heads, s, s], or with flash attention a row's sum
     scores = 4 if w.training.flash_attention else model.seq_length * element
     if w.training.recompute == "selective" and not w.training.flash_attention:

@@ -14,7 +14,7 @@ from flux_megatron.launch.workload import Workload
 BYTE_VOCAB = 257  # of `flux-megatron train`: 256 bytes and the end-of-document token
 # the one value that the loop of `flux-megatron train` can have
 OWN_LOOP = {
-    "model.vocab": BYTE_VOCAB, "model.moe": None, "parallel.pp": 1, "training.recompute": "none",
+    "model.vocab": BYTE_VOCAB, "parallel.pp": 1, "training.recompute": "none",
     "training.distributed_optimizer": False, "training.overlap_grad_reduce": False,
     "training.overlap_param_gather": False, "training.fp8": "none",
 }  # fmt: skip
@@ -63,8 +63,6 @@ def _divisions(w: Workload) -> Iterator[Rule]:
         pairs.append(("training.global_batch", whole))
     if w.parallel.sequence_parallel:
         pairs.append(("model.seq_length", "parallel.tp"))
-    if w.model.moe:
-        pairs += [("model.moe.experts", "parallel.ep"), ("parallel.dp", "parallel.ep")]
     for key, by in pairs:
         value = attrgetter(key)(w)
         divisor = math.prod(attrgetter(name)(w) for name in by.split(" x "))
@@ -73,11 +71,9 @@ def _divisions(w: Workload) -> Iterator[Rule]:
 
 
 def _parallel(w: Workload) -> Iterator[tuple[bool, str, str]]:
-    """Overlap needs ranks that reach each other's memory: those of one node. Expert parallelism is
-    predicted within a node and without tensor parallelism.
-    """
-    parallel, cluster, moe, te = w.parallel, w.cluster, w.model.moe, w.arm == "te"
-    tp, ep, per_node = parallel.tp, parallel.ep, cluster.gpus_per_node
+    """Overlap needs ranks that reach each other's memory: those of one node."""
+    parallel, cluster, te = w.parallel, w.cluster, w.arm == "te"
+    tp, per_node = parallel.tp, cluster.gpus_per_node
     degrees = f"tp {tp} x pp {parallel.pp} x dp {parallel.dp} = {parallel.world_size} GPUs"
     there = f"the cluster has {cluster.nodes} x {per_node} = {cluster.gpus}"
     yield parallel.world_size != cluster.gpus, "parallel", f"{degrees}, {there}"
@@ -92,13 +88,6 @@ def _parallel(w: Workload) -> Iterator[tuple[bool, str, str]]:
     yield te and not parallel.sequence_parallel, "parallel.sequence_parallel", rule
     rule = "interleaving needs parallel.pp above 1"
     yield parallel.virtual_stages > 1 and parallel.pp == 1, "parallel.virtual_stages", rule
-    if moe is None:
-        yield ep > 1, "parallel.ep", f"{ep} given, model.moe expected with it"
-        return
-    most = f"at most model.moe.experts, {moe.experts}"
-    yield moe.topk > moe.experts, "model.moe.topk", f"{moe.topk} given, {most}"
-    yield tp > 1, "parallel.tp", f"{tp} given, 1 expected with model.moe"
-    yield ep > per_node, "parallel.ep", f"{ep} given, at most a node's GPUs, {per_node}"
 
 
 def _training(w: Workload) -> Iterator[tuple[bool, str, str]]:
@@ -113,7 +102,6 @@ def _training(w: Workload) -> Iterator[tuple[bool, str, str]]:
         yield alone, "training.fp8", "needs parallel.sequence_parallel"
         yield training.dtype != "bfloat16", "training.fp8", "needs training.dtype bfloat16"
         yield w.cluster.gpu == "cpu", "training.fp8", "needs GPUs"
-        yield w.model.moe is not None, "training.fp8", "nobody measured experts in FP8"
 
 
 def _own_loop(w: Workload) -> Iterator[Rule]:

@@ -18,10 +18,7 @@ from flux_megatron.launch.workload import Arm
 Program = Literal["pretrain_gpt", "train"]
 T = TypeVar("T")
 # All else is said by the file, also where a dataclass has a default.
-OPTIONAL = (
-    "arms", "arguments", "cluster.health", "cluster.environment", "model.moe", "parallel.ep",
-    "training.fp8",
-)  # fmt: skip
+OPTIONAL = ("arms", "arguments", "cluster.health", "cluster.environment", "training.fp8")
 # As strict as JSON: no number from a text, no integer from a boolean. All within has it too.
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 

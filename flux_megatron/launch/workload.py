@@ -24,19 +24,6 @@ ELEMENT_BYTES = {FP8: 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8
 
 
 @dataclass(frozen=True)
-class Moe:
-    """Experts in place of each layer's MLP, of which every token takes `topk`. `imbalance`: rows of
-    the busiest expert-parallel rank over the mean; `host_sync`: whether Megatron's dispatcher waits
-    for the splits on the host.
-    """
-
-    experts: Count
-    topk: Count
-    imbalance: Annotated[float, Field(ge=1)]
-    host_sync: bool
-
-
-@dataclass(frozen=True)
 class Model:
     """A decoder-only transformer. `vocab` counts tokens before Megatron pads them."""
 
@@ -53,7 +40,6 @@ class Model:
     position: Literal["learned", "rope"] = "learned"
     linear_bias: bool = True
     tied_embeddings: bool = True
-    moe: Moe | None = None
 
     @property
     def kv_width(self) -> int:
@@ -115,16 +101,13 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Degrees of tensor, pipeline and data parallelism; `virtual_stages` > 1 interleaves. `ep` of
-    the replicas, neighbours, share a model's experts.
-    """
+    """Degrees of tensor, pipeline and data parallelism; `virtual_stages` > 1 interleaves."""
 
     tp: Count
     pp: Count = 1
     dp: Count = 1
     virtual_stages: Count = 1
     sequence_parallel: bool = True
-    ep: Count = 1
 
     @property
     def world_size(self) -> int:
@@ -176,17 +159,6 @@ class Workload:
         """Megatron pads the vocabulary to a multiple of 128 on every tensor-parallel rank."""
         multiple = 128 * self.parallel.tp
         return -(-self.model.vocab // multiple) * multiple
-
-    @property
-    def moe(self) -> Moe:
-        assert self.model.moe is not None, "a model with experts"
-        return self.model.moe
-
-    @property
-    def expert_rows(self) -> float:
-        """That the experts of the busiest GPU get of one micro-batch on all GPUs."""
-        imbalance = self.moe.imbalance if self.parallel.ep > 1 else 1.0
-        return self.tokens * self.moe.topk * imbalance
 
     @property
     def micro_batches(self) -> int:

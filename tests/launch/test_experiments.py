@@ -237,9 +237,7 @@ def test_every_scalar_has_one_source(name):
     given = found.stated.keys() | found.assumed.keys()
     for arm, workload in found.arms.items():
         keys = flat(dataclasses.asdict(workload)).keys() - {"model.name", "cluster.name", "arm"}
-        keys -= {
-            key for key in keys if "health" in key or key.endswith(("moe", "ep", "fp8", "ment"))
-        }
+        keys -= {key for key in keys if "health" in key or key.endswith(("fp8", "ment"))}
         assert keys <= given
         assert all(key in keys or f"arms.{arm}" in key or "." not in key
                    for key in given if "health" not in key)  # fmt: skip

@@ -17,6 +17,7 @@ from bench_run import run_here
 from ranks import on_cpu_ranks, run_ranks
 
 import flux_megatron
+from flux_megatron.lab.bench import operations
 from flux_megatron.lab.measure import (
     breakdown,
     dynamic_layers,
@@ -48,7 +49,7 @@ for i in range(1, steps + 1):
 
 def test_whole_numbers_are_of_three_kinds():
     tensor = torch.full((40, 40), torch.nan, dtype=torch.bfloat16)
-    gpu_run.fill_whole(torch.Generator(), tensor)
+    operations.fill(torch.Generator(), tensor)
     assert tensor.unique().tolist() == [-1, 0, 1]
 
 

@@ -28,7 +28,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 TRIAL = "`flux-megatron bench --device cpu`"
 LOADS = ("all_reduce", "all_gather", "reduce_scatter")  # of `tuning.beside`
-OPERATIONS = ("gemv_all_reduce", "embedding_all_to_all", "expert_all_to_all")
+OPERATIONS = ("embedding_all_to_all", "expert_all_to_all")
 # M, N, K of a traced column layer: fc1 of GPT-3 175B, and one that an interpreter can run
 TRACED = {"cuda": (4096, 49152, 12288), "cpu": (64, 128, 64)}
 

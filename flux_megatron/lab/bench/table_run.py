@@ -64,13 +64,23 @@ class Run:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
         return values.cpu()
 
+    def synchronize(self) -> None:
+        """Until this rank's device is idle."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def align(self) -> None:
+        """Until the devices of all ranks are idle. Collective."""
+        self.synchronize()
+        dist.barrier(group=self.group)
+        self.synchronize()
+
     def failure(self, call: Callable[[], object]) -> str:
         """Make the call: "" or, on all ranks alike, which of them failed and how. Collective."""
         failure = ""
         try:
             call()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            self.synchronize()
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
         answers = [""] * self.group.size()

@@ -28,6 +28,7 @@ import torch.distributed as dist
 import triton
 import typer
 
+from flux_megatron.lab.bench import operations
 from flux_megatron.lab.measure import gpu_run
 from flux_megatron.lab.measure.dynamic_layers import MODELS, Layer
 from flux_megatron.lab.measure.gpu_run import Run
@@ -84,7 +85,7 @@ def sizes(run: Run, count: int, least: int, largest: int, repeat: bool) -> list[
 def verified(run: Run, layer: Layer, M: int, name: str) -> bool:
     """Whether ours gives every bit of what NCCL's gives, of integers on all ranks."""
     made = torch.Generator(run.device).manual_seed(1 + run.group.rank())
-    gpu_run.fill_whole(made, *layer.operands)
+    operations.fill(made, *layer.operands)
     layer.take(M)
     pairs = zip(layer.ours(), layer.by_nccl(), strict=True)
     total = run.slowest(torch.tensor([float((ours != right).sum()) for ours, right in pairs]))
@@ -97,12 +98,7 @@ def timed(
     run: Run, call: Callable[[], object], layers: int, load: Load | None
 ) -> tuple[float, float, float]:
     """ms of a micro-batch, ms of the host in its first layer, and 1.0 where `load` ended first."""
-    on_gpu = run.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize(run.device)
-    dist.barrier(group=run.group)
-    if on_gpu:
-        torch.cuda.synchronize(run.device)
+    run.align()
     if load is not None:
         load.start()
     begin = time.perf_counter()
@@ -110,7 +106,7 @@ def timed(
     first = time.perf_counter()
     for _ in range(layers - 1):
         call()
-    if on_gpu:
+    if run.device.type == "cuda":  # the load goes on
         torch.cuda.current_stream(run.device).synchronize()
     end = time.perf_counter()
     outlived = load is not None and load.ended()

@@ -28,6 +28,7 @@ import typer
 from torch import Tensor
 
 from flux_megatron import ops
+from flux_megatron.lab.bench import operations
 from flux_megatron.lab.measure import gpu_run
 from flux_megatron.lab.measure.gpu_run import Run
 from flux_megatron.overlap import fused, hopper, library_gemm, pipelined
@@ -75,7 +76,7 @@ class Layer:
         self.plan = strategy.default_plan(self.problem)
 
     def draw_integers(self) -> None:
-        gpu_run.fill_whole(self._made, self.x, self.w)
+        operations.fill(self._made, self.x, self.w)
         if self.wire:
             self.x.view(torch.uint8)[:, WIRE_K:] = 0
         self._scales(2.0, 0.5 if self.gathers else 0.5 / (1 + self.rank))

@@ -77,15 +77,6 @@ def measure_each(run: Run, cases: Iterable[Case], measure: Callable[[Case], bool
 
 
 @torch.no_grad()
-def fill_whole(made: torch.Generator, *tensors: Tensor) -> None:
-    """Mostly zeros, else -1 or 1: every sum is a whole number that bf16 has."""
-    for tensor in tensors:
-        size, device = tensor.shape, tensor.device
-        drawn = torch.randint(-8, 9, size, generator=made, device=device, dtype=torch.int8)
-        tensor.copy_((drawn.sign() * (drawn.abs() == 8)).to(torch.half))
-
-
-@torch.no_grad()
 def fill_random(*tensors: Tensor) -> None:
     """Of few numbers a GEMM draws less power, and is faster than in training."""
     for tensor in tensors:

@@ -146,17 +146,11 @@ class Loop:
         return self.run.slowest(torch.tensor([first, second], dtype=torch.float64)).tolist()
 
     def _timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
-        self._wait()
-        dist.barrier(group=self.run.group)
-        self._wait()
+        self.run.align()
         begin = time.perf_counter()
         result = call()
-        self._wait()
+        self.run.synchronize()
         return result, time.perf_counter() - begin
-
-    def _wait(self) -> None:
-        if self.run.device.type == "cuda":
-            torch.cuda.synchronize(self.run.device)
 
     def draw(self, drawn: random.Random) -> list[MicroBatch]:
         size, unit = self.size, self.run.group.size() if self.sp else 1

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import triton
 
 from flux_megatron import ops
+from flux_megatron.lab.bench import operations
 from flux_megatron.overlap import registry
 from flux_megatron.problem import Pattern, Plan, Problem
 
@@ -58,7 +59,7 @@ class Rank:
             torch.empty(size, dtype=torch.bfloat16, device=self.device) for size in shapes
         ]
         made = torch.Generator(self.device).manual_seed(1 + self.group.rank())
-        gpu_run.fill_whole(made, *self.operands)
+        operations.fill(made, *self.operands)
         gathered = x.new_empty(M, K)
         dist.all_gather_into_tensor(gathered, x, group=self.group)
         self.operands.append(gathered)

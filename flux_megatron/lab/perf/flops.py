@@ -22,8 +22,7 @@ def model_flops(workload: Workload) -> float:
     model = workload.model
     channels = model.hidden // model.heads
     attention = model.hidden + model.kv_heads * channels  # qkv and proj: 2 (h + kv) columns of h
-    experts, router = (model.moe.topk, model.moe.experts) if model.moe else (1, 0)
-    matrices = 2 * attention + (3 if model.swiglu else 2) * model.ffn * experts + router
+    matrices = 2 * attention + (3 if model.swiglu else 2) * model.ffn
     # scores, and their GEMM with the values: s / 2 keys for the mean token, twice
     layer = model.hidden * (matrices + model.seq_length)
     per_token = model.layers * layer + model.hidden * model.vocab

@@ -1,8 +1,8 @@
 """The time of one transformer layer on one GPU for one micro-batch: by piece, forward and backward.
 
-Linear layers come from `linear`, experts from `moe_layer`; beside attention the rest is bound by
-memory. Times are microseconds and include the tensor-parallel communication that stays exposed.
-Every function raises `BadInput` for a cluster without a GPU that `hardware` describes.
+Linear layers come from `linear`; beside attention the rest is bound by memory. Times are
+microseconds and include the tensor-parallel communication that stays exposed. Every function raises
+`BadInput` for a cluster without a GPU that `hardware` describes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from flux_megatron.lab.perf import linear, moe_layer, quantization
+from flux_megatron.lab.perf import linear, quantization
 from flux_megatron.lab.perf.collectives import all_reduce_us, collective_us
 from flux_megatron.lab.perf.gemm import gemm_us, pass_us
 from flux_megatron.lab.perf.hardware import H200, in_training
@@ -46,23 +46,21 @@ class Piece(NamedTuple):
 def pieces(workload: Workload) -> list[Piece]:
     """One transformer layer in the order of its forward: qkv, attention, proj, fc1, activation,
     fc2; then norms, the layer's two with its two residual adds; of arm te what userbuffers add.
-    Experts stand in place of fc1 and fc2.
     """
     model = workload.model
     qkv = (model.heads + 2 * model.kv_heads) * model.hidden // model.heads
-    sizes = {"qkv": (qkv, model.hidden), "proj": (model.hidden, model.hidden)}
-    if model.moe:
-        mlp = [Piece(*times) for times in moe_layer.times(workload)]
-    else:
-        sizes |= {"fc1": (model.fc1_width, model.hidden), "fc2": (model.hidden, model.ffn)}
-        mlp = [_linear(workload, name, *sizes[name]) for name in ("fc1", "fc2")]
+    sizes = {
+        "qkv": (qkv, model.hidden), "proj": (model.hidden, model.hidden),
+        "fc1": (model.fc1_width, model.hidden), "fc2": (model.hidden, model.ffn),
+    }  # fmt: skip
+    linears = {name: _linear(workload, name, *NK) for name, NK in sizes.items()}
     return [
-        _linear(workload, "qkv", *sizes["qkv"]),
+        linears["qkv"],
         _attention(workload),
-        _linear(workload, "proj", *sizes["proj"]),
-        *mlp[:-1],
+        linears["proj"],
+        linears["fc1"],
         _activation(workload),
-        mlp[-1],
+        linears["fc2"],
         _norms(workload),
         *_userbuffers(workload),
         *_quantization(workload, sizes),
@@ -126,8 +124,7 @@ def _layer(workload: Workload, name: str, N: int, K: int) -> linear.Linear:
 def _activation(workload: Workload) -> Piece:
     """Bias and GELU, or SwiGLU: what goes in, what comes out, and in backward both gradients."""
     wide = 2 if workload.model.swiglu else 1
-    rows = workload.expert_rows if workload.model.moe else workload.tokens
-    elements = int(rows * workload.model.ffn) // workload.parallel.tp
+    elements = workload.tokens * workload.model.ffn // workload.parallel.tp
     return _passes(workload, "activation", elements, wide + 1, 2 * wide + 1)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flux_megatron.errors import BadInput
 from flux_megatron.lab.perf import flops, hardware, layer, network, schedule
@@ -121,30 +121,13 @@ def _by_bucket(workload: Workload, time_us: Callable[[Workload, int], float]) ->
     """
     dp = workload.parallel.dp
     bucket = max(BUCKET, BUCKET_PER_REPLICA * dp)
-    chunks = workload.parallel.virtual_stages
-    of_layer = memory.expert_parameters(workload.model, workload.parallel)
     buckets = []
     for stage in memory.stages(workload):
         rank: list[Times] = []
-        experts = stage.layers // chunks * of_layer
         for count in memory.parameters_by_chunk(workload, stage):
             split = workload.training.overlap_grad_reduce and not rank and stage.index == 0
             parts = math.ceil(count / bucket) if split else 1
-            one = _reduced_us(workload, time_us, count // parts, experts // parts)
+            one = time_us(workload, count // parts)
             rank.append((one,) * parts if dp > 1 else ())
         buckets.append(tuple(rank))
     return tuple(buckets)
-
-
-def _reduced_us(
-    workload: Workload, time_us: Callable[[Workload, int], float], parameters: int, experts: int
-) -> float:
-    """A collective over the replicas; of the experts' parameters over those that have the same
-    experts: each `ep` further, as the replicas of tensor-parallel groups are.
-    """
-    if not experts:
-        return time_us(workload, parameters)
-    parallel = workload.parallel
-    same = replace(parallel, tp=parallel.tp * parallel.ep, dp=parallel.dp // parallel.ep)
-    dense = time_us(workload, parameters - experts)
-    return dense + time_us(replace(workload, parallel=same), experts)
