@@ -20,7 +20,7 @@ from flux_megatron.launch.parser_signature import ALL, FILE, OURS, TYPES, Signat
 DUMP = """
 import argparse, json, sys
 sys.path[:0] = [{checkout!r}, {scripts!r}]
-from flux_megatron.versions.python import provide_override
+from flux_megatron.lab.cpu import provide_override
 provide_override()
 from megatron.training.arguments import add_megatron_arguments
 from record_parser import signature_of

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from ranks import on_cpu_ranks
 from train_words import words
 
-from flux_megatron.integration.cpu_device import pretend_cuda
+from flux_megatron.lab.cpu import pretend_cuda
 from flux_megatron.lab.generate import decode
 from flux_megatron.lab.generate.request import Request
 from flux_megatron.lab.train.config import TrainConfig

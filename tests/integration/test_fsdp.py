@@ -23,9 +23,10 @@ from training_cases import LLAMA, two_streams
 from training_run import SEQUENCE, Feature, Training, _batches, _forward_step
 
 import flux_megatron
-from flux_megatron.integration import cpu_device, fsdp, install
+from flux_megatron.integration import fsdp, install
 from flux_megatron.integration.flags import FluxOptions
 from flux_megatron.integration.norm_linear import FluxLayerNormColumnParallelLinear
+from flux_megatron.lab import cpu
 
 
 def views(layer, adapter: type) -> dict[str, str | None]:
@@ -106,7 +107,7 @@ def on_cpu(adapter: Any) -> Iterator[None]:
         mock.patch.multiple(adapter, create=True, **of_te),
         mock.patch.object(adapter, "_get_dp_tp_mesh", mesh),
         mock.patch.object(DeviceMesh, "from_group", of_gloo),
-        mock.patch.object(cpu_device, "_is_cuda", as_cuda),
+        mock.patch.object(cpu, "_is_cuda", as_cuda),
     ):
         yield
 
