@@ -1,7 +1,7 @@
 """What Megatron-LM's own argument parsers accept, recorded release by release.
 
 `signatures.tsv` holds every option, a line for each type that it has, with the releases that have
-it so; `scripts/record_parser.py` records a checkout. `check` holds arguments against that, where
+it so; `scripts/record_release.py` records a checkout. `check` holds arguments against that, where
 there is neither a checkout nor torch.
 """
 
