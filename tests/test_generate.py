@@ -100,7 +100,7 @@ def with_the_wrong_sign(rank: int) -> None:
 
     def wrong(self, *arguments):
         y, bias = forward(self, *arguments)
-        return (-y if type(self) is FluxRowParallelLinear else y), bias
+        return -y, bias
 
     FluxRowParallelLinear.forward = wrong
 

@@ -21,7 +21,7 @@ from flux_megatron.lab.cpu import pretend_cuda
 
 HERE = Path(__file__).parent
 # found where the rows' own tests bring Megatron's loop or TransformerEngine
-ELSEWHERE = ("megatron.training.", "transformer_engine.", "megatron.core.distributed.fsdp.")
+ELSEWHERE = ("megatron.training.", "transformer_engine.")
 WAYS_IN = {"--flux-overlap", "--flux-experts"}
 Attributes = dict[tuple[str, str], Any]
 
