@@ -58,7 +58,7 @@ option_values: errors  # what any command may be given
 machine: errors  # the GPUs of this machine, counted without torch
 # `python -m flux_megatron.launch` becomes a rank of a training run: see AT_IMPORT
 launch: config_files errors machine option_values problem shipped version versions.megatron_core
-    lab_commands integration.arguments integration.bootstrap
+    lab_commands integration.arguments integration.bootstrap integration.flags
     | jinja2 pydantic typer yaml
 wgrad: | torch | fused_weight_gradient_mlp_cuda
 # its list of driver calls is compiled as Triton compiles its launchers

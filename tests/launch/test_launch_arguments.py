@@ -74,13 +74,12 @@ def test_a_recorded_table_keeps_every_option_of_every_release():
     assert table == parser_signature.FILE.read_text()
 
 
-def test_our_own_options_are_recorded_as_they_are():
-    pytest.importorskip("megatron.core", reason="our options are in a room that imports it")
-    from flux_megatron.integration.flags import add_flux_arguments
-
-    parser = add_flux_arguments(argparse.ArgumentParser(add_help=False))
-    ours = parser_signature.recorded()[parser_signature.OURS]
-    assert ours == record_release.signature_of(parser)
+def test_our_own_options_are_known():
+    arguments = ["--flux-overlap", "--flux-layers", "qkv", "fc1", "--flux-compare", "2"]
+    assert not parser_signature.check(arguments, "core_v0.16.1")
+    (refused,) = parser_signature.check(["--flux-layers", "qvk"], "core_v0.16.1")
+    assert "'qvk'" in refused
+    assert {"--flux-tune", "--hidden-size"} <= parser_signature.known_options()
 
 
 SIZES = {
