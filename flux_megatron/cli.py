@@ -65,7 +65,7 @@ def run(
         int | None,
         typer.Option(min=1, help="Ranks to start; default: one for each GPU, 2 on the CPU"),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu: try it out without GPUs")] = "cuda",
+    device: Annotated[str, typer.Option(help="cpu: try it without GPUs, in a checkout")] = "cuda",
 ) -> None:
     """Run a Megatron-LM training script that also takes --flux-overlap; our options come before it.
 

@@ -26,7 +26,7 @@ class CommandGroup(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        for name in filter(lab_commands.is_installed, lab_commands.PLACES):
+        for name in filter(lab_commands.is_installed, lab_commands.COMMANDS):
             self.add_command(TyperCommand(name))
 
     def invoke(self, ctx: Any) -> Any:
@@ -35,7 +35,7 @@ class CommandGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         self.command = cmd_name
-        if cmd_name in lab_commands.PLACES:
+        if cmd_name in lab_commands.COMMANDS:
             self.add_command(_of_lab(cmd_name))
         return super().get_command(ctx, cmd_name)
 

@@ -1,5 +1,5 @@
-"""Where the commands of the laboratory are. The command line knows them by these names alone: it
-loads one when it is asked for, and works where `flux_megatron.lab` is not installed.
+"""Where the commands of the laboratory are. The product knows them by these names alone: it loads
+one when it is asked for, and works where `flux_megatron.lab` is not installed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from flux_megatron import command_errors
 from flux_megatron.errors import BadInput
 
 LAB = "flux_megatron.lab"
-PLACES = {  # module below it, and the function or typer app there; in the order of --help
+COMMANDS = {  # module below it, and the function or typer app there; in the order of --help
     "bench": ("bench.commands", "app"),
     "trace": ("bench.commands", "trace"),
     "simulate": ("simulate.commands", "simulate"),
@@ -19,6 +19,8 @@ PLACES = {  # module below it, and the function or typer app there; in the order
     "train": ("train.commands", "train"),
     "generate": ("generate.commands", "generate"),
 }
+ON_CPU = "run --device cpu"  # the product's command, with what answers in place of a GPU
+PLACES = COMMANDS | {ON_CPU: ("cpu", "pretend_gpu")}
 
 
 def is_installed(command: str) -> bool:

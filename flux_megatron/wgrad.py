@@ -6,6 +6,7 @@ Layers, the tuner and benchmarks form or accumulate it here; only peers bring ke
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,18 @@ class IntoMainGrad:
     def __call__(self, w: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
         accumulate_wgrad(self.main_grad, dy, x)
         return None
+
+
+@dataclass(eq=False)
+class Deferred:
+    """A `wgrad` of `nn.functions` for a gradient that the caller forms later: `take` gets w and dy,
+    in the order of backward, and gives what autograd gets. No x is kept for it, or gathered.
+    """
+
+    take: Callable[[Tensor, Tensor], Tensor | None]
+
+    def __call__(self, w: Tensor, dy: Tensor, x: Tensor | None) -> Tensor | None:
+        return self.take(w, dy)
 
 
 def accumulate_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor, *, beta: int = 1) -> None:

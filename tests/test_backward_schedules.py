@@ -23,7 +23,7 @@ from flux_megatron.problem import Pattern, Plan
 from flux_megatron.symm.program import Builder
 from flux_megatron.symm.workspace import workspace
 from flux_megatron.tuning import choice
-from flux_megatron.wgrad import accumulate_wgrad_by_torch
+from flux_megatron.wgrad import Deferred, accumulate_wgrad_by_torch
 
 STRATEGIES = ["fused", "pipelined", "sequential"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -106,23 +106,27 @@ def test_custom_wgrad(rank):
 @on_device_ranks(2, environment=FUSED)
 def test_gradients_of_what_is_kept_or_formed_elsewhere_are_not_differentiated_again(rank):
     made = layer("column", 2, torch.float32, (5, 3), 7, 9, False)
-    elsewhere = {"wgrad": lambda w, dy, x: None}
-    for options in ({"save_gathered": True}, {"dy_buffer": []}, elsewhere):
+    deferred, elsewhere = {"wgrad": deferred_into([])}, {"wgrad": lambda w, dy, x: None}
+    for options in ({"save_gathered": True}, deferred, elsewhere):
         given = mine(made, rank)
         y = apply(made, *given, **options)
-        with pytest.raises(RuntimeError, match=r"leave wgrad .*, dy_buffer and save_gathered"):
+        with pytest.raises(RuntimeError, match=r"leave wgrad .* and save_gathered"):
             torch.autograd.grad(y.sum(), given[0], create_graph=True)
+
+
+def deferred_into(buffer: list[Tensor]) -> Deferred:
+    return Deferred(lambda w, dy: buffer.append(dy))
 
 
 @on_device_ranks(2, environment=FUSED)
 def test_deferred_wgrad(rank):
-    """With a dy_buffer backward hands dy over, in order, and does nothing else for the weight."""
+    """Backward hands dy over, in order, and does nothing else for the weight."""
     R = dist.get_world_size()
     for kind in ("column", "local"):
         made = layer(kind, R, torch.float32, (5, 3), 7, 9, True)
         buffer: list[Tensor] = []
         x, w, bias = mine(made, rank)
-        y = apply(made, x, w, bias, dy_buffer=buffer)
+        y = apply(made, x, w, bias, wgrad=deferred_into(buffer))
         assert buffer == []
         y.backward(made.dy[rank].to(DEVICE))
         (dy,) = buffer
@@ -130,14 +134,15 @@ def test_deferred_wgrad(rank):
         assert w.grad is None
         assert_exact(x.grad, made.dx[rank], kind)
         assert_exact(bias.grad, made.db[rank], kind)
-        y = apply(made, *mine(made, rank), dy_buffer=[])
+        y = apply(made, *mine(made, rank), wgrad=deferred_into([]))
         assert y.grad_fn.saved_tensors[0] is None
-        apply(made, *mine(made, rank, "x"), dy_buffer=buffer).backward(made.dy[rank].to(DEVICE))
+        y = apply(made, *mine(made, rank, "x"), wgrad=deferred_into(buffer))
+        y.backward(made.dy[rank].to(DEVICE))
         assert len(buffer) == 1
     made = layer("column", R, torch.float32, (5, 3), 7, 9, False)
 
     def forward_and_backward() -> None:
-        y = apply(made, *mine(made, rank), dy_buffer=[], save_gathered=True)
+        y = apply(made, *mine(made, rank), wgrad=deferred_into([]), save_gathered=True)
         y.backward(made.dy[rank].to(DEVICE))
 
     assert transfers(forward_and_backward) == (1, 1)

@@ -58,8 +58,7 @@ option_values: errors  # what any command may be given
 machine: errors  # the GPUs of this machine, counted without torch
 # `python -m flux_megatron.launch` becomes a rank of a training run: see AT_IMPORT
 launch: config_files errors machine option_values problem shipped version versions.megatron_core
-    versions.python
-    integration.arguments integration.bootstrap integration.cpu_pretrain
+    lab_commands integration.arguments integration.bootstrap integration.flags
     | jinja2 pydantic typer yaml
 wgrad: | torch | fused_weight_gradient_mlp_cuda
 # its list of driver calls is compiled as Triton compiles its launchers
@@ -100,8 +99,10 @@ BELOW = " ".join(PRODUCT)
 # The laboratory. It may import the product, and of the product only the command line may import it.
 LABORATORY = rooms(f"""\
 lab:
+# what Megatron asks of a GPU, answered on the CPU
+lab.cpu: integration | torch megatron
 lab.reference: patterns | torch
-lab.train: command_errors config_files errors option_values settings shipped integration
+lab.train: command_errors config_files errors option_values settings shipped integration lab.cpu
     launch.schema overlap.report symm.step versions.megatron_core
     | torch megatron matplotlib numpy pydantic typer
 # decodes what `train` has trained, in ranks that `train` starts
@@ -113,7 +114,7 @@ lab.perf: errors launch.memory launch.workload patterns problem | pydantic
 lab.simulate: config_files errors launch option_values lab.perf | typer | rich
 # beside other libraries
 lab.bench: {BELOW} lab.reference | *
-lab.measure: {BELOW} lab.bench lab.results | *
+lab.measure: {BELOW} lab.bench lab.cpu lab.results | *
 """)
 PRODUCT |= rooms(f"""\
 : {BELOW}

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from ranks import on_cpu_ranks, run_ranks
 from train_words import load
 
-from flux_megatron.integration.cpu_device import pretend_cuda
+from flux_megatron.lab.cpu import pretend_cuda
 from flux_megatron.lab.train import checkpoint, data, loop, run_folder, text
 from flux_megatron.lab.train.config import TrainConfig
 from flux_megatron.lab.train.model import Trainee, transformer_config

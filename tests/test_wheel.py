@@ -241,6 +241,14 @@ def test_a_command_of_the_laboratory_says_that_it_is_not_installed(
     )
 
 
+def test_what_stands_in_for_a_gpu_is_of_the_laboratory(core, tmp_path):
+    (tmp_path / "megatron/training").mkdir(parents=True)
+    (tmp_path / "script.py").touch()
+    rank = [core / "python", "-m", "flux_megatron.launch", "--device", "cpu", "script.py"]
+    said = ran(tmp_path, *rank, code=2)
+    assert said.startswith("flux-megatron run --device cpu: flux_megatron.lab, which has this")
+
+
 def test_every_command_of_the_laboratory_is_where_it_is_said_to_be():
     for command in lab_commands.PLACES:
         assert lab_commands.is_installed(command)

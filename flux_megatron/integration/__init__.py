@@ -1,4 +1,3 @@
-"""Megatron-core's seams: layers, norm, provider and specs.
-
-Only here and in `train` above is megatron imported.
+"""Megatron-core's seams: layers, norm, provider and specs. Of the product only this room imports
+megatron.
 """

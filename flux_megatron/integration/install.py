@@ -21,7 +21,6 @@ from flux_megatron.integration import (
     checkpoint_arguments,
     experts,
     explicit_specs,
-    fsdp,
     metrics,
     requirements,
 )
@@ -117,7 +116,6 @@ def install(
         build_from(provider)
     if not fp8:
         explicit_specs.use(replacements_by(provider, base), None if of_te else FluxNorm, spec)
-    fsdp.name_our_layers()
     metrics.install(options.compare, options.layers)
     _output_layer.close()
     if not options.layers or "head" in options.layers:

@@ -17,13 +17,13 @@ from megatron.core.tensor_parallel import layers as stock
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flux_megatron.integration import arm, seams
 from flux_megatron.integration.delayed_wgrad import DelayedWgrad
 from flux_megatron.integration.main_grad import placeholder_gradient
 from flux_megatron.nn import functions
 from flux_megatron.ops import note_fallback
+from flux_megatron.wgrad import Deferred
 
 # options of `_forward_impl` that these layers know, and the neutral values of others if not None
 _UNDERSTOOD = {
@@ -86,17 +86,15 @@ class FluxColumnParallelLinear(DelayedWgrad, ColumnParallelLinear):
         wgrad = self.wgrad_of(
             weight, self.gradient_accumulation_fusion, borrowed="x" if gathers else None
         )
-        dy_buffer: list[Tensor] | None = None
         if buffer is not None and weight.requires_grad and self._was_kept(input):
-            dy_buffer = []
-            weight = _Deferred.apply(weight, dy_buffer, buffer, input.shape[1:-1])
+            wgrad = _into_buffer(buffer, weight, input.shape[1:-1])
         if kwargs["sequence_parallel"]:
             return functions.column_parallel_linear(
                 input, weight, kwargs["bias"], group=self.tp_group, wgrad=wgrad,
-                save_gathered=self.save_gathered, dy_buffer=dy_buffer,
+                save_gathered=self.save_gathered,
             )  # fmt: skip
         return functions.local_linear(
-            input, weight, kwargs["bias"], wgrad=wgrad, dy_buffer=dy_buffer,
+            input, weight, kwargs["bias"], wgrad=wgrad,
             allreduce_group=self.tp_group if kwargs["allreduce_dgrad"] else None,
         )  # fmt: skip
 
@@ -161,30 +159,18 @@ class FluxRowParallelLinear(DelayedWgrad, RowParallelLinear):
         return self.tp_group.size() > 1 and not self.explicit_expert_comm
 
 
-class _Deferred(torch.autograd.Function):
-    """The weight itself, whose gradient comes later: autograd gets a placeholder meanwhile.
-
-    By then the linear layer has left dy [M, N] in `dy_buffer`; Megatron finds it in its own buffer,
-    in the shape of the layer's output.
+def _into_buffer(buffer: list[Tensor], weight: Any, inner: torch.Size) -> Deferred:
+    """A wgrad that leaves dy in Megatron's buffer, in the shape of the layer's output, and gives
+    autograd a placeholder. The main_grad is that of forward.
     """
+    main_grad = getattr(weight, "main_grad", None)
 
-    @staticmethod
-    def forward(
-        ctx: Any, weight: Any, dy_buffer: list[Tensor], buffer: list[Tensor], inner: torch.Size
-    ) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.weight, ctx.main_grad = weight, getattr(weight, "main_grad", None)
-        ctx.buffers, ctx.inner = (dy_buffer, buffer), inner
-        return weight.view_as(weight)
+    def take(weight: Any, dy: Tensor) -> Tensor | None:
+        buffer.append(dy.view(-1, *inner, dy.shape[-1]))
+        weight.main_grad = main_grad
+        return placeholder_gradient(weight, dy.dtype)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, nothing: None) -> tuple[Tensor | None, None, None, None]:
-        dy_buffer, buffer = ctx.buffers
-        dy = dy_buffer.pop()
-        buffer.append(dy.view(-1, *ctx.inner, dy.shape[-1]))
-        ctx.weight.main_grad = ctx.main_grad
-        return placeholder_gradient(ctx.weight, dy.dtype), None, None, None
+    return Deferred(take)
 
 
 def is_head(kwargs: Mapping[str, Any]) -> bool:

@@ -16,30 +16,25 @@ from megatron.core.extensions import transformer_engine
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.backends import LocalSpecProvider
 
+from flux_megatron.integration import stand_ins
 from flux_megatron.integration.attention import FluxCoreAttention
-from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
 from flux_megatron.integration.norm import FluxNorm
-from flux_megatron.integration.norm_linear import FluxLayerNormColumnParallelLinear
 
 
-class _FluxLinears:
-    """For a provider: this package's two layers."""
-
-    def column_parallel_linear(self) -> type:
-        return FluxColumnParallelLinear
-
-    def row_parallel_linear(self) -> type:
-        return FluxRowParallelLinear
-
-
-class FluxTEProvider(_FluxLinears, TESpecProvider):
+class FluxTEProvider(TESpecProvider):
     """Transformer Engine's layers with linears of this package; all else is its own.
 
     Experts too: they leave communication to their token dispatcher.
     """
 
+    def column_parallel_linear(self) -> type:
+        return stand_ins.TEColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return stand_ins.TERowParallelLinear
+
     def column_parallel_layer_norm_linear(self) -> type:
-        return FluxLayerNormColumnParallelLinear
+        return stand_ins.TELayerNormColumnParallelLinear
 
 
 class StockSpecProvider(LocalSpecProvider):
@@ -55,12 +50,18 @@ class StockSpecProvider(LocalSpecProvider):
         return transformer_engine.TEDotProductAttention if te_can_run() else FluxCoreAttention
 
 
-class FluxSpecProvider(_FluxLinears, StockSpecProvider):
+class FluxSpecProvider(StockSpecProvider):
     """This package's linears; in experts too, where they gain wgrad fusion without apex.
 
     Experts as one grouped GEMM are Transformer Engine's where it can run, as without us: they leave
     communication to their token dispatcher.
     """
+
+    def column_parallel_linear(self) -> type:
+        return stand_ins.ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return stand_ins.RowParallelLinear
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *args: Any, **kwargs: Any) -> Any:
         if moe_use_grouped_gemm and te_can_run():
@@ -80,5 +81,7 @@ def te_can_run() -> bool:
 
 def _ours(submodules: Any) -> Any:
     return dataclasses.replace(
-        submodules, linear_fc1=FluxColumnParallelLinear, linear_fc2=FluxRowParallelLinear
+        submodules,
+        linear_fc1=stand_ins.ColumnParallelLinear,
+        linear_fc2=stand_ins.RowParallelLinear,
     )

@@ -1,7 +1,6 @@
 """What we replace in modules and classes of others while a process runs: the table `replaced.tsv`.
 
-`put`, `put_everywhere` and `around` do it, and refuse a name that is not in the table. The
-stand-ins for a GPU in try-outs on the CPU (`cpu_device`, `cpu_pretrain`) are not in it.
+`put`, `put_everywhere` and `around` do it, and refuse a name that is not in the table.
 """
 
 from __future__ import annotations

@@ -9,19 +9,19 @@ from typing import Any
 
 from megatron.core.models.gpt import gpt_model
 
-from flux_megatron.integration.layers import FluxColumnParallelLinear
+from flux_megatron.integration import stand_ins
 from flux_megatron.integration.replaced import put_everywhere
 
 
 @contextlib.contextmanager
 def use_flux_output_layer() -> Iterator[None]:
-    """Inside, a new `GPTModel` gets a `FluxColumnParallelLinear` for its LM head, and so do other
+    """Inside, a new `GPTModel` gets our layer for its LM head, and so do other
     models whose modules have been imported.
 
     Only the name that those look up is replaced. The class in megatron-core's own layers.py must
     stay: its constructor finds its parent by that name.
     """
-    ours = _Overlay(gpt_model.tensor_parallel, ColumnParallelLinear=FluxColumnParallelLinear)
+    ours = _Overlay(gpt_model.tensor_parallel, ColumnParallelLinear=stand_ins.ColumnParallelLinear)
     with contextlib.ExitStack() as undo:
         put_everywhere("tensor_parallel", ours, undo)
         yield

@@ -1,7 +1,7 @@
-"""Our layers under the names of those that they stand for, for models that others build.
+"""Our layers under the names of those that they stand for.
 
 Converters of checkpoints and data parallelism tell layers apart by the names of their classes:
-Megatron-Bridge knows by them how a weight is divided, Megatron-FSDP too.
+Megatron-Bridge knows by them how a weight is divided, Megatron-FSDP from 0.18 on too.
 """
 
 from __future__ import annotations

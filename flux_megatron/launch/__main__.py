@@ -21,7 +21,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda",
-        help="cpu: try it out without GPUs; kernels are interpreted",
+        help="cpu: try it out without GPUs, in a checkout; kernels are interpreted",
     )  # fmt: skip
     parser.add_argument("--refusal", type=Path, help=argparse.SUPPRESS)  # for who started the ranks
     parser.add_argument("script")
@@ -29,14 +29,13 @@ def main(argv: list[str]) -> None:
     given = parser.parse_args(argv)
     if given.device == "cpu":
         os.environ.update(CPU | ONE_QUEUE)
+    from flux_megatron import lab_commands
     from flux_megatron.integration import bootstrap
 
     try:
         bootstrap.enter(given.script, given.arguments)
         if given.device == "cpu":
-            from flux_megatron.integration.cpu_pretrain import pretend_gpu
-
-            pretend_gpu()
+            lab_commands.load(lab_commands.ON_CPU)()
         bootstrap.run()
     except BadInput as error:
         _refuse(str(error), given.refusal)

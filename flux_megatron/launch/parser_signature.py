@@ -1,7 +1,7 @@
 """What Megatron-LM's own argument parsers accept, recorded release by release.
 
 `signatures.tsv` holds every option, a line for each type that it has, with the releases that have
-it so; `scripts/record_parser.py` records a checkout. `check` holds arguments against that, where
+it so; `scripts/record_release.py` records a checkout. `check` holds arguments against that, where
 there is neither a checkout nor torch.
 """
 
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).parent / "signatures.tsv"
-OURS = "flux_overlap"  # in place of a release: the options that `--flux-overlap` brings along
 ALL = "all"  # in place of the names of all releases
 TYPES = {"int": int, "float": float, "str": str}
 Signature = dict[str, Any]  # options: `flag`, `int`, `float` or `str`, or a dictionary with more
@@ -23,10 +22,10 @@ Signature = dict[str, Any]  # options: `flag`, `int`, `float` or `str`, or a dic
 
 @cache
 def recorded() -> dict[str, Signature]:
-    """What each release's parser accepts, and `OURS`."""
+    """What each release's parser accepts."""
     head, *lines = FILE.read_text().splitlines()
     names = head.split("\t")[2].split()
-    found: dict[str, Signature] = {name: {} for name in [*names, OURS]}
+    found: dict[str, Signature] = {name: {} for name in names}
     for option, described, who in (line.split("\t") for line in lines):
         for name in names if who == ALL else who.split():
             found[name][option] = json.loads(described)
@@ -35,7 +34,12 @@ def recorded() -> dict[str, Signature]:
 
 def releases() -> list[str]:
     """The releases of Megatron-LM whose parsers are recorded."""
-    return [name for name in recorded() if name != OURS]
+    return [*recorded()]
+
+
+def known_options() -> set[str]:
+    """Those of any release, and ours."""
+    return {name for one in recorded().values() for name in one} | {*_ours()._option_string_actions}
 
 
 def check(arguments: list[str], release: str) -> list[str]:
@@ -65,10 +69,19 @@ class _Parser(argparse.ArgumentParser):
         raise argparse.ArgumentTypeError(message.removeprefix("argument "))
 
 
+def _ours() -> _Parser:
+    """A parser with the options that `--flux-overlap` brings along."""
+    from flux_megatron.integration.flags import add_flux_arguments
+
+    parser = _Parser(prog="pretrain_gpt.py", allow_abbrev=False, add_help=False)
+    add_flux_arguments(parser)
+    return parser
+
+
 @cache
 def _parser(release: str) -> _Parser:
-    parser = _Parser(prog="pretrain_gpt.py", allow_abbrev=False, add_help=False)
-    for name, described in (recorded()[release] | recorded()[OURS]).items():
+    parser = _ours()
+    for name, described in recorded()[release].items():
         if described == "flag":
             parser.add_argument(name, action="store_true")
             continue

@@ -21,7 +21,7 @@ from flux_megatron.wgrad import IntoMainGrad, plain_wgrad
 
 def column_parallel_linear(
     x: Tensor, w: Tensor, bias: Tensor | None, *, group: ProcessGroup,
-    wgrad: Wgrad | None = None, save_gathered: bool = False, dy_buffer: list[Tensor] | None = None,
+    wgrad: Wgrad | None = None, save_gathered: bool = False,
 ) -> Tensor:  # fmt: skip
     """y = AG(x) w^T + bias.
 
@@ -33,18 +33,17 @@ def column_parallel_linear(
 
     `save_gathered` keeps the gathered x for wgrad: R times the memory of x, one gather less in
     backward. `wgrad(w, dy, x)` returns the weight's gradient, or accumulates it elsewhere and
-    returns None. With `dy_buffer`, backward appends dy to it and leaves wgrad to the caller. Errors
-    are those of `ops.all_gather_gemm`. Under torch.compile the call is one operator; `wgrad` is
-    None or `wgrad.IntoMainGrad` then, and there is no `dy_buffer`.
+    returns None; a `wgrad.Deferred` gets no x. Errors are those of `ops.all_gather_gemm`. Under
+    torch.compile the call is one operator; `wgrad` is None or `wgrad.IntoMainGrad` then.
     """
     ops.given(group)
     x, w, bias = autocast(*ops.local_shards(COLUMN, x, w, bias, group, "nt"))
     if bias is not None and bias.dtype != x.dtype and bias.dtype.is_floating_point:
         y = column_parallel_linear(
-            x, w, None, group=group, wgrad=wgrad, save_gathered=save_gathered, dy_buffer=dy_buffer
+            x, w, None, group=group, wgrad=wgrad, save_gathered=save_gathered
         )
         return y + bias  # as torch promotes them
-    options = Options("column", group, wgrad or plain_wgrad, save_gathered, dy_buffer)
+    options = Options("column", group, wgrad or plain_wgrad, save_gathered)
     return linear("column_parallel_linear", x, w, bias, options)
 
 
@@ -69,17 +68,17 @@ def row_parallel_linear(
 
 def local_linear(
     x: Tensor, w: Tensor, bias: Tensor | None, *, wgrad: Wgrad | None = None,
-    allreduce_group: ProcessGroup | None = None, dy_buffer: list[Tensor] | None = None,
+    allreduce_group: ProcessGroup | None = None,
 ) -> Tensor:  # fmt: skip
     """y = x w^T + bias, a column layer: x [..., K], w [N / R, K] -> y [..., N / R].
 
-    With `allreduce_group` backward sums dx over it by GEMM+AR, hidden behind wgrad. `wgrad` and
-    `dy_buffer` as in `column_parallel_linear`. Errors are those of `ops.gemm_all_reduce`.
+    With `allreduce_group` backward sums dx over it by GEMM+AR, hidden behind wgrad. `wgrad` as in
+    `column_parallel_linear`. Errors are those of `ops.gemm_all_reduce`.
     """
     if allreduce_group is not None:
         name = ops.name_of(allreduce_group)
         x, w = ops.local("x", x, None, name), ops.local("w", w, 0, name)
-    options = Options("local", allreduce_group, wgrad or plain_wgrad, dy_buffer=dy_buffer)
+    options = Options("local", allreduce_group, wgrad or plain_wgrad)
     return linear("local_linear", x, w, bias, options)
 
 
@@ -100,7 +99,7 @@ def linear(name: str, x: Tensor, w: Tensor, bias: Tensor | None, options: Option
     """
     x, w, bias = autocast(x, w, bias)
     if ops.is_traced() and _traceable(name, options):
-        layer, group, wgrad, save_gathered, _ = options
+        layer, group, wgrad, save_gathered = options
         into = wgrad.main_grad if isinstance(wgrad, IntoMainGrad) else None
         named = ("", 1) if group is None else (ops.name_of(group), group.size())
         return operators.linear(layer, x, w, into, *named, bias, save_gathered)[0]
@@ -122,16 +121,15 @@ def autocast(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor,
 
 
 def _traceable(name: str, options: Options) -> bool:
-    """Whether an operator can do it: it takes tensors, neither functions nor lists of the caller.
+    """Whether an operator can do it: it takes tensors, no functions of the caller.
 
     Otherwise torch.compile breaks the graph here, or says why it cannot.
     """
-    known = options.wgrad is plain_wgrad or isinstance(options.wgrad, IntoMainGrad)
-    if known and options.dy_buffer is None:
+    if options.wgrad is plain_wgrad or isinstance(options.wgrad, IntoMainGrad):
         return True
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(
-            f"{name}: a function as wgrad or a dy_buffer given, None or "
-            "flux_megatron.wgrad.IntoMainGrad as wgrad expected under torch.compile"
+            f"{name}: a function as wgrad given, None or flux_megatron.wgrad.IntoMainGrad as wgrad "
+            "expected under torch.compile"
         )
     return False

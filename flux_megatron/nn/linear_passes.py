@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import ops, pieces
-from flux_megatron.wgrad import plain_wgrad
+from flux_megatron.wgrad import Deferred, plain_wgrad
 
 _UNGUARDED = nullcontext()
 Wgrad = Callable[[Tensor, Tensor, Tensor], "Tensor | None"]
@@ -36,7 +36,6 @@ class Options(NamedTuple):
     group: Any
     wgrad: Wgrad = plain_wgrad
     save_gathered: bool = False
-    dy_buffer: list[Tensor] | None = None
 
 
 def _check_tokens(x: Tensor, group: ProcessGroup) -> None:
@@ -97,7 +96,7 @@ def forward(
 class LinearNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None, options: Options) -> Tensor:
-        needs_x = ctx.needs_input_grad[1] and options.dy_buffer is None
+        needs_x = ctx.needs_input_grad[1] and not isinstance(options.wgrad, Deferred)
         keep = options.save_gathered and needs_x
         y, kept = forward(options.layer, x, w, bias, options.group, keep)
         # torch refuses a saved tensor that was changed in place: dx alone needs what w holds
@@ -147,11 +146,11 @@ def _note_again(pattern: str, options: Options) -> None:
     """Count a backward of which gradients are to be differentiated; `RuntimeError` where they
     cannot be.
     """
-    if options.wgrad is not plain_wgrad or options.dy_buffer is not None or options.save_gathered:
+    if options.wgrad is not plain_wgrad or options.save_gathered:
         raise RuntimeError(
             f"{pattern}: create_graph=True given, but weight gradients are accumulated elsewhere, "
             "deferred, or formed of gathered rows that were kept: for second derivatives leave "
-            "wgrad (gradient_accumulation_fusion), dy_buffer and save_gathered at their defaults"
+            "wgrad (gradient_accumulation_fusion) and save_gathered at their defaults"
         )
     ops.note_fallback(pattern, "create_graph=True: torch computes what is differentiated again")
 
@@ -180,10 +179,8 @@ def backward(
                 reduction = pieces.start_gemm_ar(dy, w, group, layout="nn")
         rows = gather.complete() if gather else x
         try:
-            if rows is not None:
+            if rows is not None or needs_dw:  # a `Deferred` has no rows
                 dw = _run_wgrad(options.wgrad, w, dy, rows)
-            elif needs_dw and options.dy_buffer is not None:
-                options.dy_buffer.append(dy)
             db = dy.sum(0) if needs_db else None
         finally:  # an error of the caller ends no group: the others get what they wait for
             if gather:

@@ -1,25 +1,13 @@
-"""Patches and a Megatron-LM checkout: does it fit them, put them in, take them out, record it."""
+"""The patch and a Megatron-LM checkout: does it fit, put it in, take it out."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from flux_megatron.errors import BadInput, FluxError
-from flux_megatron.patching import seams
-from flux_megatron.patching.fingerprints import RELIED_ON, Function, digest, functions
-from flux_megatron.patching.series import (
-    FINGERPRINTS,
-    Hunk,
-    Series,
-    diff,
-    folder_of,
-    hunks,
-    numbers,
-    supported,
-)
+from flux_megatron.patching.fingerprints import Function, functions
+from flux_megatron.patching.series import Series, hunks, numbers, supported
 from flux_megatron.versions.megatron_core import PACKAGE_INFO, version_in
 
 
@@ -77,7 +65,11 @@ def apply(checkout: Path) -> State:
     state = examine(checkout)
     if state.differences or state.applied:
         raise Refused(str(state))
-    _git_apply(checkout, [_placed(hunk, checkout) for hunk in hunks()])
+    for hunk in reversed(hunks()):  # the later ones first: they move nothing above them
+        lines = _read(checkout, hunk.path).split("\n")
+        place = _unpatched(checkout, hunk.path)[hunk.function].first - 1 + hunk.after
+        lines[place:place] = hunk.lines
+        _write(checkout, hunk.path, "\n".join(lines))
     return state
 
 
@@ -89,37 +81,10 @@ def undo(checkout: Path) -> State:
     state = examine(checkout)
     if not state.applied:
         raise Refused(str(state))
-    _git_apply(checkout, hunks(), "--reverse")
-    return state
-
-
-def record(checkout: Path, name: str) -> Path:
-    """Write, to `patches/NAME`, the fingerprints of this unpatched checkout, and the names by which
-    its options reach our layers.
-
-    Returns the former's file. `Refused` where the patch is in, or has no function to go into.
-    """
-    folder = folder_of(name)
-    version = version_of(checkout)
-    names = {path: set(names) for path, names in RELIED_ON.items()}
     for hunk in hunks():
         source = _read(checkout, hunk.path)
-        if hunk.text in source:
-            raise Refused(f"{checkout}: {hunk.path} is patched already, undo that first")
-        if hunk.function not in functions(source):
-            raise Refused(f"{checkout}: {hunk.path} has no function {hunk.function}")
-        names.setdefault(hunk.path, set()).add(hunk.function)
-    hashes = {}
-    for path in sorted(names):
-        found = functions(_read(checkout, path))
-        hashes[path] = {name: found[name].sha256 for name in sorted(names[path] & found.keys())}
-    files = {path: digest(text) for path in RELIED_ON if (text := _read(checkout, path))}
-    content = {"version": version, "hashes": hashes, "files": files}
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / FINGERPRINTS
-    file.write_text(json.dumps(content, indent=1) + "\n")
-    seams.write(checkout, folder)
-    return file
+        _write(checkout, hunk.path, source.replace(hunk.text, "", 1))
+    return state
 
 
 def version_of(checkout: Path) -> str:
@@ -147,32 +112,17 @@ def _unpatched(checkout: Path, path: str) -> dict[str, Function]:
     source = _read(checkout, path)
     for hunk in hunks():
         source = source.replace(hunk.text, "", 1)
-    return functions(source)
-
-
-def _placed(hunk: Hunk, checkout: Path) -> Hunk:
-    """The hunk at the lines of the file where its function is."""
-    function = functions(_read(checkout, hunk.path))[hunk.function]
-    return replace(hunk, after=function.first - 1 + hunk.after)
-
-
-def _git_apply(checkout: Path, placed: list[Hunk], *options: str) -> None:
-    """All hunks or none."""
-    try:
-        done = subprocess.run(
-            ["git", "apply", "--unidiff-zero", *options], input=diff(placed),
-            cwd=checkout, text=True, capture_output=True, timeout=60,
-        )  # fmt: skip
-    except FileNotFoundError:
-        raise Refused("the program git was not found; it applies the patches") from None
-    if done.returncode:
-        raise Refused(f"git apply in {checkout}: {done.stderr.strip()}")
+    return functions(source.replace("\r\n", "\n"))
 
 
 def _read(checkout: Path, path: str) -> str:
-    """Nothing for a file that is not there."""
+    """Nothing for a file that is not there. Ends of lines stay as they are."""
     file = checkout / path
-    return file.read_text(encoding="utf-8") if file.is_file() else ""
+    return file.read_bytes().decode() if file.is_file() else ""
+
+
+def _write(checkout: Path, path: str, source: str) -> None:
+    (checkout / path).write_bytes(source.encode())
 
 
 def _distance(version: str, other: str) -> tuple[int, ...]:

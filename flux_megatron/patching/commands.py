@@ -43,15 +43,5 @@ def undo(checkout: Checkout) -> None:
     typer.echo(f"{state.series.folder.name}: taken out of {_files(state)}")
 
 
-@app.command()
-def record(
-    checkout: Checkout,
-    name: Annotated[str, typer.Argument(help="Folder of patches/ to write")],
-) -> None:
-    """For a new version: write the fingerprints of an unpatched checkout beside its patches."""
-    file = checkouts.record(checkout, name)
-    typer.echo(f"wrote {file}")
-
-
 def _files(state: checkouts.State) -> str:
     return ", ".join(sorted({str(state.checkout / hunk.path) for hunk in hunks()}))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,10 +41,6 @@ class Series:
     files: dict[str, str]
 
 
-def folder_of(name: str) -> Path:
-    return FOLDER / name
-
-
 def supported() -> list[Series]:
     """Every recorded version, the oldest first."""
     found = [load(file.parent) for file in FOLDER.glob(f"*/{FINGERPRINTS}")]
@@ -70,23 +65,6 @@ def hunks() -> list[Hunk]:
         elif path and not line.startswith("--- a/"):
             raise ValueError(f"{PATCH}: {line!r} found, an insertion into a function expected")
     return found
-
-
-def diff(hunks: Sequence[Hunk]) -> str:
-    """The hunks as a context-free diff; those of a file stand together and in order.
-
-    Without the line `diff --git`: with it git would pass over a checkout inside another repository,
-    in silence.
-    """
-    lines, inserted, path = [], 0, ""
-    for hunk in hunks:
-        if hunk.path != path:
-            inserted, path = 0, hunk.path
-            lines += [f"--- a/{path}", f"+++ b/{path}"]
-        place = f"@@ -{hunk.after},0 +{hunk.after + inserted + 1},{len(hunk.lines)} @@"
-        lines += [f"{place} {hunk.function}", *(f"+{line}" for line in hunk.lines)]
-        inserted += len(hunk.lines)
-    return "".join(f"{line}\n" for line in lines)
 
 
 def numbers(version: str) -> tuple[int, ...]:

@@ -140,7 +140,7 @@ def _size(text: str) -> int:
 
 def _check_spelling(others: Sequence[str]) -> None:
     """`BadInput` for an option that no recorded Megatron has: it may be a width, spelt wrongly."""
-    known = {name for release in parser_signature.recorded().values() for name in release}
+    known = parser_signature.known_options()
     for word in others:
         option = word.partition("=")[0]
         if word.startswith("--") and option not in known:

@@ -30,7 +30,7 @@ def prepare(script: str, te: bool) -> None:
     import runpy
     import typing
 
-    from flux_megatron.integration.cpu_pretrain import pretend_gpu
+    from flux_megatron.lab.cpu import pretend_gpu
 
     if not hasattr(typing, "override"):  # newer than Python 3.11, which 0.17 and newer ask for
         typing.override = lambda method: method  # type: ignore[attr-defined]

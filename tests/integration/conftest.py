@@ -11,7 +11,7 @@ import importlib.util
 
 import pytest
 
-from flux_megatron.versions.python import provide_override
+from flux_megatron.lab.cpu import provide_override
 
 provide_override()
 INSTALLED = importlib.util.find_spec("megatron") is not None

@@ -23,9 +23,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from ranks import on_cpu_ranks
 
 import flux_megatron
-from flux_megatron.integration.cpu_device import pretend_cuda
 from flux_megatron.integration.flags import add_flux_arguments
 from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
+from flux_megatron.lab.cpu import pretend_cuda
 from flux_megatron.versions.megatron_core import MEGATRON_CORE
 
 SEQUENCE, BATCH, HIDDEN, FFN = 8, 3, 20, 24

@@ -19,7 +19,7 @@ from ranks import FUSED, on_cpu_ranks
 
 import flux_megatron
 from flux_megatron.integration import autoload, install, requirements
-from flux_megatron.integration.cpu_device import pretend_cuda
+from flux_megatron.lab.cpu import pretend_cuda
 from flux_megatron.overlap.report import note_call
 
 ROOT = Path(__file__).parents[2]

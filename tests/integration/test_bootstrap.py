@@ -23,7 +23,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from side_by_side import parse
 
 from flux_megatron import settings
-from flux_megatron.integration import install, provider, requirements
+from flux_megatron.integration import install, provider, requirements, stand_ins
 from flux_megatron.integration.apex_shim import NAME
 from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.beside import overlapped_in
@@ -157,7 +157,7 @@ def test_installing_twice_is_installing_once(capsys):
     for _ in range(2):
         args.transformer_impl = "transformer_engine"  # Megatron parses anew
         install.install_from(args)
-        assert gpt_model.tensor_parallel.ColumnParallelLinear is FluxColumnParallelLinear
+        assert gpt_model.tensor_parallel.ColumnParallelLinear is stand_ins.ColumnParallelLinear
         assert gpt_layer_specs.LNImpl is transformer_block.LayerNormImpl is FluxNorm
         assert settings.get().strategy == "sequential"
         assert FluxColumnParallelLinear.save_gathered
@@ -266,11 +266,12 @@ def spec_module(**arguments):
 def test_spec_is_made_of_ours_as_the_arguments_say():
     parts = spec_module().flux_layer_spec.submodules
     attention = parts.self_attention.submodules
-    assert attention.linear_qkv is FluxColumnParallelLinear
+    assert attention.linear_qkv is stand_ins.ColumnParallelLinear
     assert attention.q_layernorm is parts.input_layernorm is FluxNorm
-    assert gpt_model.tensor_parallel.ColumnParallelLinear is FluxColumnParallelLinear
+    assert gpt_model.tensor_parallel.ColumnParallelLinear is stand_ins.ColumnParallelLinear
     mlp = spec_module(num_experts=2).flux_layer_spec.submodules.mlp
-    assert sbs.submodules_of(sbs.submodules_of(mlp).experts).linear_fc1 is FluxColumnParallelLinear
+    linears = sbs.submodules_of(sbs.submodules_of(mlp).experts)
+    assert linears.linear_fc1 is stand_ins.ColumnParallelLinear
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ from flux_megatron.integration.specs import use_flux_output_layer
 
 T5_ASKS_FOR_TE = "T5's local specification has a norm of TransformerEngine"
 VOCAB, SEQUENCE, BATCH = 64, 8, 2
+OF_OURS, SELECTED = (f"flux_megatron.integration.{name}" for name in ("stand_ins", "selection"))
+STOCK = "megatron.core.tensor_parallel.layers"
 OURS = {ColumnParallelLinear: FluxColumnParallelLinear, RowParallelLinear: FluxRowParallelLinear}
 SHAPE = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "hidden_dropout": 0.0,
          "attention_dropout": 0.0, "masked_softmax_fusion": False}  # fmt: skip
@@ -239,20 +241,20 @@ def test_a_hybrid_model_follows_stock(rank, flags):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ((), "FluxColumnParallelLinear FluxRowParallelLinear FluxColumnParallelLinear"),
-        (("--flux-layers", "fc1"), "Chosen RowParallelLinear ColumnParallelLinear"),
+        ((), [OF_OURS] * 3),
+        (("--flux-layers", "fc1"), [SELECTED, STOCK, STOCK]),
     ],
 )
 def test_a_launch_puts_ours_there(flags, expected):
     sbs.skip_before("0.16", T5_ASKS_FOR_TE)
-    assert run_ranks(_launched, 1, flags) == [expected.split()]
+    assert run_ranks(_launched, 1, flags) == [expected]
 
 
 def _launched(rank: int, flags: tuple[str, ...]) -> list[str]:
-    """What T5's local specification then names, and the class of its LM head."""
+    """What T5's local specification then names, and for its LM head, by module."""
     importlib.reload(t5_spec)  # as it was before another test
     install.install_from(sbs.parse("--flux-overlap", "--transformer-impl", "local", *flags))
     (layer, *_) = t5_spec.get_t5_encoder_with_local_block_spec(1).layer_specs
     attention = layer.submodules.self_attention.submodules
     head = t5_model.tensor_parallel.ColumnParallelLinear
-    return [each.__name__ for each in (attention.linear_qkv, attention.linear_proj, head)]
+    return [each.__module__ for each in (attention.linear_qkv, attention.linear_proj, head)]

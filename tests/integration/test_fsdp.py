@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import inspect
-import types
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -17,72 +15,61 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 from ranks import run_ranks
-from side_by_side import Case
 from torch.distributed import DeviceMesh
 from training_cases import LLAMA, two_streams
 from training_run import SEQUENCE, Feature, Training, _batches, _forward_step
 
 import flux_megatron
-from flux_megatron.integration import cpu_device, fsdp, install
-from flux_megatron.integration.flags import FluxOptions
-from flux_megatron.integration.norm_linear import FluxLayerNormColumnParallelLinear
+from flux_megatron.integration.provider import FluxSpecProvider, FluxTEProvider
+from flux_megatron.lab import cpu
+
+ADAPTER = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
+DETECT = "_detect_parallelism_type"
 
 
-def views(layer, adapter: type) -> dict[str, str | None]:
-    detect = vars(adapter)[fsdp.DETECT]
-    return {name: detect(adapter, name, layer) for name, _ in layer.named_parameters()}
+class GoesByNames:
+    """As the adapter of 0.18 and newer."""
+
+    def _detect_parallelism_type(self, param_name, module):
+        kind = type(module).__name__
+        if kind == "TELayerNormColumnParallelLinear" and not param_name.startswith("layer_norm"):
+            return "column"
+        row = "replicated" if param_name == "bias" else "row"
+        by_name = {
+            "ColumnParallelLinear": "column", "TEColumnParallelLinear": "column",
+            "RowParallelLinear": row, "TERowParallelLinear": row,
+        }  # fmt: skip
+        return by_name.get(kind) or ("replicated" if "Norm" in kind else None)
 
 
-def adapters() -> list[type]:
-    """Those of this Megatron that go by names, and one that does."""
-
-    class GoesByNames:
-        def _detect_parallelism_type(self, param_name, module):
-            kind = type(module).__name__
-            if kind == "TELayerNormColumnParallelLinear" and not param_name.startswith(
-                "layer_norm"
-            ):
-                return "column"
-            row = "replicated" if param_name == "bias" else "row"
-            by_name = {"ColumnParallelLinear": "column", "RowParallelLinear": row}
-            return by_name.get(kind) or ("replicated" if "Norm" in kind else None)
-
-    module = importlib.import_module(fsdp.ADAPTER)
-    found = [k for k in vars(module).values() if isinstance(k, type) and fsdp.DETECT in vars(k)]
-    for kind in found:  # a launch in this process, of a test before, has told them
-        setattr(kind, fsdp.DETECT, inspect.unwrap(vars(kind)[fsdp.DETECT]))
-    module.GoesByNames = GoesByNames
-    return [GoesByNames, *found]
+VIEWS = {
+    "column_parallel_linear": {"weight": "column", "bias": "column"},
+    "row_parallel_linear": {"weight": "row", "bias": "replicated"},
+    "column_parallel_layer_norm_linear": {
+        "layer_norm_weight": "replicated", "layer_norm_bias": "replicated",
+        "weight": "column", "bias": "column",
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["column", "row", "norm and column"])
+@pytest.mark.parametrize("provider", [FluxSpecProvider, FluxTEProvider])
+@pytest.mark.parametrize("method", VIEWS)
 @sbs.on_tp_ranks(2)
-def test_parameters_are_those_of_the_replaced_class(rank, kind):
-    config = sbs.settings(2, True, torch.float32)
-    layer, theirs = _built(kind, config)
-    kinds = adapters()
-    wrong = [views(layer, adapter) for adapter in kinds]
-    for _ in range(2):
-        install.install(FluxOptions())
-    for adapter, before in zip(kinds, wrong, strict=True):
-        assert views(layer, adapter) == views(theirs, adapter) != before
-        other = types.SimpleNamespace()
-        assert vars(adapter)[fsdp.DETECT](adapter, "weight", other) is None
-
-
-def _built(kind: str, config):
-    """Our layer, and one of the class in whose place it stands."""
-    if kind != "norm and column":
-        return sbs.build(Case(kind), True, config), sbs.build(Case(kind), False, config)
-    layer, named = (
-        FluxLayerNormColumnParallelLinear(
-            8, 8, config=config, init_method=torch.nn.init.xavier_normal_, bias=True,
-            gather_output=False, skip_bias_add=False, is_expert=False,
-        )
-        for _ in range(2)
+def test_parameters_are_those_of_the_replaced_class(rank, method, provider):
+    kind = getattr(provider, method)(provider())
+    if kind is None:
+        return  # local layers have no norm inside
+    more = {"input_is_parallel": True} if "row" in method else {"gather_output": False}
+    layer = kind(
+        8, 8, config=sbs.settings(2, True, torch.float32), bias=True, skip_bias_add=False,
+        init_method=torch.nn.init.xavier_normal_, is_expert=False, **more,
     )  # fmt: skip
-    named.__class__ = type("TELayerNormColumnParallelLinear", (torch.nn.Module,), {})
-    return layer, named
+    module = importlib.import_module(ADAPTER)
+    adapters = [one for one in vars(module).values() if isinstance(one, type)]
+    for adapter in [GoesByNames, *(one for one in adapters if DETECT in vars(one))]:
+        detect = vars(adapter)[DETECT]
+        names = [name for name, _ in layer.named_parameters()]
+        assert {name: detect(adapter, name, layer) for name in names} == VIEWS[method]
 
 
 @contextlib.contextmanager
@@ -106,13 +93,13 @@ def on_cpu(adapter: Any) -> Iterator[None]:
         mock.patch.multiple(adapter, create=True, **of_te),
         mock.patch.object(adapter, "_get_dp_tp_mesh", mesh),
         mock.patch.object(DeviceMesh, "from_group", of_gloo),
-        mock.patch.object(cpu_device, "_is_cuda", as_cuda),
+        mock.patch.object(cpu, "_is_cuda", as_cuda),
     ):
         yield
 
 
 def wrapped(config: Any, model: Any, strategy: str) -> Any:
-    adapter = importlib.import_module(fsdp.ADAPTER)
+    adapter = importlib.import_module(ADAPTER)
     ddp = DistributedDataParallelConfig(
         use_megatron_fsdp=True, use_distributed_optimizer=True, overlap_grad_reduce=True,
         overlap_param_gather=True, grad_reduce_in_fp32=True, gradient_reduce_div_fusion=False,
@@ -145,7 +132,6 @@ def _gradients(rank: int, fusion: bool, strategy: str) -> tuple[Any, ...]:
     found = []
     for layers in ("stock", "flux"):
         training = Training(feature, layers)
-        fsdp.name_our_layers()
         flux_megatron.reset_report()
         model = wrapped(training.config, training._model(0), strategy)
         with two_streams():

@@ -16,12 +16,12 @@ from ranks import on_cpu_ranks
 
 import flux_megatron
 from flux_megatron.integration import autoload, install, replaced
-from flux_megatron.integration.cpu_device import pretend_cuda
 from flux_megatron.integration.flags import FluxOptions
+from flux_megatron.lab.cpu import pretend_cuda
 
 HERE = Path(__file__).parent
 # found where the rows' own tests bring Megatron's loop or TransformerEngine
-ELSEWHERE = ("megatron.training.", "transformer_engine.", "megatron.core.distributed.fsdp.")
+ELSEWHERE = ("megatron.training.", "transformer_engine.")
 WAYS_IN = {"--flux-overlap", "--flux-experts"}
 Attributes = dict[tuple[str, str], Any]
 

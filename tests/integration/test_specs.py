@@ -15,15 +15,15 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.torch_norm import L2Norm
 from ranks import on_cpu_ranks
 
+from flux_megatron.integration import stand_ins
 from flux_megatron.integration.attention import FluxCoreAttention
-from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
 from flux_megatron.integration.norm import FluxNorm
 from flux_megatron.integration.provider import FluxSpecProvider, StockSpecProvider
 from flux_megatron.integration.specs import use_flux_output_layer
 from flux_megatron.lab.train.specs import gpt_block_spec, local_spec_from
 
 CLASSES = {
-    "flux": (FluxColumnParallelLinear, FluxRowParallelLinear),
+    "flux": (stand_ins.ColumnParallelLinear, stand_ins.RowParallelLinear),
     "stock": (ColumnParallelLinear, RowParallelLinear),
 }
 
@@ -79,7 +79,7 @@ def test_unknown_layers_are_refused():
 
 def test_nothing_stays_replaced():
     with contextlib.suppress(ZeroDivisionError), use_flux_output_layer():
-        assert gpt_model.tensor_parallel.ColumnParallelLinear is FluxColumnParallelLinear
+        assert gpt_model.tensor_parallel.ColumnParallelLinear is stand_ins.ColumnParallelLinear
         assert gpt_model.tensor_parallel.layers is tensor_parallel.layers
         assert tensor_parallel.ColumnParallelLinear is ColumnParallelLinear
         raise ZeroDivisionError

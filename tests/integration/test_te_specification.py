@@ -22,8 +22,8 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from ranks import on_cpu_ranks, run_ranks
 
+from flux_megatron.integration import stand_ins
 from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
-from flux_megatron.integration.norm_linear import FluxLayerNormColumnParallelLinear
 from flux_megatron.integration.provider import FluxTEProvider
 
 # Read in TransformerEngine v2.11, pytorch/module/layernorm_linear.py and linear.py: what their
@@ -44,10 +44,10 @@ UNTAGGED = {
     "sequence_parallel": False, "allreduce": True,
 }  # fmt: skip
 CLASSES = {
-    te.TELayerNormColumnParallelLinear: FluxLayerNormColumnParallelLinear,
-    te.TEColumnParallelLinear: FluxColumnParallelLinear,
-    te.TERowParallelLinear: FluxRowParallelLinear,
-    ColumnParallelLinear: FluxColumnParallelLinear,  # the LM head
+    te.TELayerNormColumnParallelLinear: stand_ins.TELayerNormColumnParallelLinear,
+    te.TEColumnParallelLinear: stand_ins.TEColumnParallelLinear,
+    te.TERowParallelLinear: stand_ins.TERowParallelLinear,
+    ColumnParallelLinear: stand_ins.ColumnParallelLinear,  # the LM head
 }
 LLAMA = {
     "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu,

@@ -36,8 +36,8 @@ from ranks import run_ranks
 from training_cases import ALL, FOUR_LAYERS, FUSION, LLAMA, OVERLAP, QUICKEST, TIED, ZERO
 from training_run import Feature, Training
 
+from flux_megatron.integration import stand_ins
 from flux_megatron.integration.apex_shim import provide_wgrad_kernels
-from flux_megatron.integration.norm_linear import FluxLayerNormColumnParallelLinear
 from flux_megatron.versions.megatron_core import MEGATRON_CORE
 
 STEPS = 2
@@ -89,7 +89,7 @@ class TrainingOfTE(Training):
         self.use_te = te.overlap() if layers == "flux" else True
         super().__init__(feature, layers)
         linear = type(self.modules[0].decoder.layers[0].mlp.linear_fc1)
-        ours = FluxLayerNormColumnParallelLinear
+        ours = stand_ins.TELayerNormColumnParallelLinear
         assert linear is (ours if layers == "flux" else te.TELayerNormColumnParallelLinear)
 
     def specifications(self, vp_stage: int | None) -> tuple[Any, Any]:

@@ -47,7 +47,7 @@ def test_a_cuda_build_of_torch_asks_no_driver():
         torch.Tensor.pin_memory = torch.accelerator.current_stream = ask
         torch.accelerator.is_available = lambda: torch.cuda.is_available()
         torch.accelerator.current_accelerator = lambda check_available=False: cuda
-        from flux_megatron.integration.cpu_pretrain import pretend_gpu
+        from flux_megatron.lab.cpu import pretend_gpu
 
         pretend_gpu()
         before = torch.get_rng_state()
@@ -76,7 +76,7 @@ def test_spawned_processes_have_what_an_old_python_lacks(tmp_path):
         if hasattr(typing, "override") and __name__ == "__main__":
             del typing.override  # as in Python 3.11
         if __name__ == "__main__":
-            from flux_megatron.versions.python import provide_override
+            from flux_megatron.lab.cpu import provide_override
             provide_override()
         from typing import override
         def has_it():

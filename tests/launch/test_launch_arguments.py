@@ -17,7 +17,7 @@ from flux_megatron.launch import experiment, megatron_arguments, parser_signatur
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
-import record_parser
+import record_release
 
 RELEASES = parser_signature.releases()
 EXPERIMENTS = {name: experiment.load(name) for name in experiment.names()}
@@ -64,23 +64,22 @@ def test_a_recorded_table_keeps_every_option_of_every_release():
     parser.add_argument("--layers", "--num-layers", type=int)
     parser.add_argument("--fast", action="store_false")
     parser.add_argument("--names", nargs="+", choices=["a", "b"])
-    assert record_parser.signature_of(parser) == {
+    assert record_release.signature_of(parser) == {
         "--layers": "int",
         "--num-layers": "int",
         "--fast": "flag",
         "--names": {"type": "str", "choices": ["a", "b"], "nargs": "+"},
     }
-    table = record_parser.table(parser_signature.recorded())
+    table = record_release.table(parser_signature.recorded())
     assert table == parser_signature.FILE.read_text()
 
 
-def test_our_own_options_are_recorded_as_they_are():
-    pytest.importorskip("megatron.core", reason="our options are in a room that imports it")
-    from flux_megatron.integration.flags import add_flux_arguments
-
-    parser = add_flux_arguments(argparse.ArgumentParser(add_help=False))
-    ours = parser_signature.recorded()[parser_signature.OURS]
-    assert ours == record_parser.signature_of(parser)
+def test_our_own_options_are_known():
+    arguments = ["--flux-overlap", "--flux-layers", "qkv", "fc1", "--flux-compare", "2"]
+    assert not parser_signature.check(arguments, "core_v0.16.1")
+    (refused,) = parser_signature.check(["--flux-layers", "qvk"], "core_v0.16.1")
+    assert "'qvk'" in refused
+    assert {"--flux-tune", "--hidden-size"} <= parser_signature.known_options()
 
 
 SIZES = {

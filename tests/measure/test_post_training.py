@@ -13,8 +13,8 @@ from megatron.core import parallel_state
 from ranks import FUSED, run_ranks
 
 from flux_megatron.integration import arm, enabling
-from flux_megatron.integration.cpu_device import pretend_cuda
 from flux_megatron.integration.layers import FluxRowParallelLinear
+from flux_megatron.lab.cpu import pretend_cuda
 from flux_megatron.lab.measure import post_training
 from flux_megatron.lab.measure.post_training_loop import IN_SMALL
 

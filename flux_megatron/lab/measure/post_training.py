@@ -105,7 +105,7 @@ def main(
     run = gpu_run.start_on(device, out, commit, seconds)
     small = device == "cpu"
     if small:
-        from flux_megatron.integration.cpu_device import pretend_cuda
+        from flux_megatron.lab.cpu import pretend_cuda
 
         pretend_cuda()
     whole = IN_SMALL if small else WHOLE

@@ -155,7 +155,7 @@ def as_rank(body: Callable[..., Any], config: TrainConfig, *arguments: Any) -> A
     import torch
     import torch.distributed as dist
 
-    from flux_megatron.integration.cpu_device import pretend_cuda
+    from flux_megatron.lab.cpu import pretend_cuda
 
     on_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
     with nullcontext() if on_gpu else _without_compiler():
