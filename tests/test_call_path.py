@@ -137,7 +137,8 @@ def test_a_call_goes_through_five_files_at_most(strategy, pattern):
         # the same as a list: what is open at once, and dispatch, which has returned by then
         host = {"ops", "dispatch", "overlap/calls"} | called
         assert opened(found) == host
-        assert opened(builds) == host | {f"overlap/{strategy}"} | kernels
+        listed = {"overlap/by_c"} if strategy == "sequential" else set()  # all of it is torch's
+        assert opened(builds) == host | {f"overlap/{strategy}"} | kernels | listed
 
 
 def opened(found: set[tuple[str, ...]]) -> set[str]:

@@ -17,6 +17,7 @@ WHOLE_TOKENS = ("gemm_ar", "backward_ar")  # M is not divided over the ranks
 PEERS: dict[str, dict[str, tuple[str, ...]]] = {
     "async_tp": dict.fromkeys(("ag_gemm", "gemm_rs", "backward"), ("async_tp",)),
     "te": {"ag_gemm": ("te_ring",), "gemm_rs": ("te_ring", "te_pipeline"), "backward": ("te",)},
+    "quack": {"ag_gemm": ("quack",)},
 }
 COLUMN = ("qkv", "fc1")
 
