@@ -10,7 +10,7 @@ from functools import partial
 from unittest import mock
 
 import compile_kernels
-from compile_kernels import compiled
+from compile_kernels import compiled, constants
 from compile_source import write_ptx
 
 from flux_megatron.kernels.experts.a2a_gemm import a2a_gemm_kernel
@@ -36,11 +36,8 @@ def shipped(architecture: int) -> Iterator[tuple[str, Callable[[], dict]]]:
     make = partial(compiled, architecture=architecture, dtype="bfloat16", tile=tile)
     for layout_nn in (False, True):
         name = f"{' tma' * tile.tma} {'nn' if layout_nn else 'nt'}"
-        common = {
+        common = constants(tile, layout_nn) | {
             **_ROUTES, "PER_SIGNAL": 1, "HEADER": 1024, "ROWS": 32, "COLUMNS": 512, "BLOCK_G": 32,
-            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
-            "GROUP_M": tile.group_m, "LAYOUT_NN": layout_nn, "TMA": tile.tma,
-            "NUM_WARPS": tile.num_warps,
         }  # fmt: skip
         pushed = {"PUSHERS": 24, "KEEP": layout_nn}
         yield (

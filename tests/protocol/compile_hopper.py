@@ -196,17 +196,8 @@ def scaled() -> dict[str, Configuration]:
     ]
     for (pattern, dtype, out_dtype, split, wire), rows in itertools.product(kinds, (64, 4096)):
         M, N, K = WORLD_SIZE * rows, 4096, WORLD_SIZE * 4096
-        problem = Problem(
-            pattern,
-            M,
-            N,
-            K,
-            dtype,
-            WORLD_SIZE,
-            out_dtype=out_dtype,
-            split_accumulator=split,
-            wire=wire,
-        )
+        types = {"out_dtype": out_dtype, "split_accumulator": split, "wire": wire}
+        problem = Problem(pattern, M, N, K, dtype, WORLD_SIZE, **types)
         for plan in _plans(problem):
             width = f"{plan.tile.block_m}x{plan.tile.block_n}"
             for options, launcher in _launchers(problem, plan):

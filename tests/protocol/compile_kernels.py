@@ -52,6 +52,15 @@ def compiled(kernel, architecture: int, dtype: str, tile: Tile, **constexprs) ->
     return code_of(source, architecture, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
+def constants(tile: Tile, layout_nn: bool) -> dict[str, object]:
+    """Of a GEMM of four ranks."""
+    return {
+        "WORLD_SIZE": 4, "GROUP_M": tile.group_m, "LAYOUT_NN": layout_nn,
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+        "TMA": tile.tma, "NUM_WARPS": tile.num_warps,
+    }  # fmt: skip
+
+
 def shipped_tiles(architecture: int, dtype: str) -> set[Tile]:
     """Every tile that the fused strategy chooses; those with TMA also without, for odd views."""
     capability = (architecture // 10, architecture % 10)
@@ -74,11 +83,7 @@ def shipped(architecture: int, dtypes: Iterable[str]) -> Iterator[tuple[str, Cal
             shape = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
             for layout_nn in (False, True):
                 name = f"{dtype} {shape}{' tma' * tile.tma} {'nn' if layout_nn else 'nt'}"
-                common = {
-                    "WORLD_SIZE": 4, "GROUP_M": tile.group_m, "LAYOUT_NN": layout_nn,
-                    "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
-                    "TMA": tile.tma, "NUM_WARPS": tile.num_warps,
-                }  # fmt: skip
+                common = constants(tile, layout_nn)
                 unscaled = {**common, "SCALED": False}
                 # with a bias in one layout only: it does not touch the order of anything
                 ag = {**unscaled, "HAS_BIAS": layout_nn}
@@ -107,11 +112,7 @@ def scaled(architecture: int) -> Iterator[tuple[str, Callable[[], dict]]]:
     dtype = "float8_e4m3fn"
     problem = Problem(Pattern.AG_GEMM, 8192, 4096, 1024, dtype, 4, out_dtype="bfloat16")
     tile = fused.default_plan(problem).tile
-    common = {
-        "WORLD_SIZE": 4, "GROUP_M": tile.group_m, "LAYOUT_NN": False, "SCALED": True,
-        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
-        "TMA": tile.tma, "NUM_WARPS": tile.num_warps,
-    }  # fmt: skip
+    common = {**constants(tile, layout_nn=False), "SCALED": True}
     make = partial(compiled, architecture=architecture, dtype=dtype, tile=tile)
     ag = partial(make, ag_gemm_kernel, **common, HAS_BIAS=True)
     yield f"sm_{architecture} ag_gemm fp8 nt", ag

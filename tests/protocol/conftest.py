@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def package() -> PackageCopy:
     from virtual_machine import PackageCopy
 
-    return PackageCopy("flux_megatron")
+    return PackageCopy()
 
 
 @pytest.fixture(scope="module")

@@ -42,14 +42,13 @@ class OwnCase:
 
 def loaded(kernel: str, package: PackageCopy, folder: Path) -> ModuleType:
     """The file of a kernel, or its mutant, as a module that uses this copy of the package."""
-    name = package.workspace.__name__.split(".")[0]
     source = KERNELS[kernel].read_text()
     if package.mutation is not None:
         assert package.mutation.path == KERNELS[kernel].name
         source = package.mutation.apply(source)
     source = source.replace("flux_megatron.device import", "flux_megatron.device.host import")
-    file = folder / f"{name}_{kernel}.py"
-    file.write_text(source.replace("flux_megatron", name))
+    file = folder / f"flux_megatron_{kernel}.py"
+    file.write_text(source)
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
@@ -96,7 +95,7 @@ def right(case: OwnCase, kernel: str, call: int) -> list[Tensor]:
 
 def run(case: OwnCase, package: PackageCopy, schedule: Schedule) -> Scheduler:
     """`Deadlock`, `OutOfBounds` or `WrongResult` unless every rank has computed the reference."""
-    host = importlib.import_module(f"{package.workspace.__name__.split('.')[0]}.device.host")
+    host = importlib.import_module("flux_megatron.device.host")
     channels = (f"kernel {case.kernel}",)
     machine = Machine(package, case.world_size, case.ctas, channels, case.last_epoch)
     with (

@@ -12,7 +12,7 @@ from functools import partial
 from unittest import mock
 
 import torch
-from protocol_cases import assert_right
+from protocol_cases import assert_right, told
 from torch import Tensor
 from virtual_machine import Machine, PackageCopy, Replays
 from virtual_ranks import Schedule, Scheduler
@@ -40,16 +40,7 @@ class ExpertCase:
     reverse: bool = False  # the experts' matrices lie in reverse, and apart
 
     def __str__(self) -> str:
-        sizes = f"W={self.world_size} {self.experts} experts, up to {self.most} rows"
-        shared = f" {self.slots} slots" * (self.experts >= self.slots)
-        return (
-            f"{self.host} {sizes} {self.layout}"
-            + " captured" * self.captured
-            + " tma" * self.tma
-            + " hopper" * self.hopper
-            + " reverse" * self.reverse
-            + shared
-        )
+        return told(self)
 
     def run(self, package: PackageCopy, schedule: Schedule) -> Scheduler:
         """`Deadlock`, `OutOfBounds` or `WrongResult` unless every rank has the reference's."""

@@ -1,9 +1,7 @@
 """Whole calls of the kernels for GPUs where there is none: Triton compiles and launches, the driver
 is `fake_driver`, and a second rank is pretended.
 
-    python offline_calls.py FILE       writes JSON: what calls enqueue, by a strategy and by a list
-    python offline_calls.py FILE time  writes also what a call takes the host, by Python's and by
-                                       C's copy engine: the driver does nothing, so all is ours
+    python offline_calls.py FILE    writes JSON: what calls enqueue, by a strategy and by a list
 
 For a process of its own, without the interpreter. It starts itself anew where the driver is found
 before another one would be.
@@ -18,8 +16,7 @@ import os
 import re
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -42,6 +39,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver as active
 
 CALLERS, COPY, SMS = 5, 7, 132
@@ -74,6 +72,7 @@ class Offline:
 
 
 active.set_active(Offline())
+CUDABackend.make_cubin = lambda self, *given: b""  # the driver asks for no machine code
 DRIVER = fake_driver.Driver(Path(os.environ["FAKE_DRIVER"]))
 with contextlib.suppress(ImportError):  # what engines have elsewhere is faster than ours
     import cuda.bindings.driver  # noqa: F401
@@ -204,9 +203,6 @@ def scaled_by_torch(*operands: Any, bias: Any, out: Any, **options: Any) -> None
     by_torch(*operands, bias, out=out)
 
 
-def nothing(*operands: torch.Tensor, **options: Any) -> None: ...
-
-
 def wgrad(gathered: torch.Tensor) -> None:
     """What a layer enqueues while it borrows gathered rows."""
     torch.mm(gathered, gathered)
@@ -335,38 +331,10 @@ def engine(native: bool) -> Iterator[None]:
     yield
 
 
-def host_us(call: Callable[[], object]) -> float:
-    """The least of many short means: other processes only add to them. Without what `torch.mm`
-    takes.
-    """
-    least = float("inf")
-    with mock.patch.multiple(torch, mm=nothing, _scaled_mm=nothing):
-        for _ in range(150):
-            begin = time.perf_counter()
-            for _ in range(100):
-                call()
-            least = min(least, (time.perf_counter() - begin) / 100)
-            DRIVER.count.value = 0
-    return round(1e6 * least, 2)
-
-
-def new_us(name: str) -> float:
-    """What the first call of a number of rows takes, the least of many; kernels are compiled."""
-    took = []
-    with mock.patch.multiple(torch, mm=nothing, _scaled_mm=nothing):
-        for more in range(1, 41):
-            call = Call(name, False, 128 * more)
-            begin = time.perf_counter()
-            call()
-            took.append(time.perf_counter() - begin)
-            DRIVER.count.value = 0
-    return round(1e6 * sorted(took)[len(took) // 4], 2)
-
-
-def main(path: str, timed: bool) -> None:
+def main(path: str) -> None:
     hopper_probe.compile_kernels("cpu")  # what asks an unknown Triton for its code
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    written: dict[str, Any] = {"calls": {}, "host_us": {}, "new_us": {}}
+    written: dict[str, Any] = {}
     for name in PLANS:
         of_engines = {}
         os.environ["FLUX_MEGATRON_STRATEGY"] = PLANS[name].strategy  # of calls without a plan
@@ -384,18 +352,11 @@ def main(path: str, timed: bool) -> None:
                         of_engines["watched"] = [enqueued(call) for _ in range(2)]
                     with mock.patch.object(triton_launch, "has_hooks", return_value=True):
                         of_engines["triton"] = [enqueued(call) for _ in range(2)]
-                if timed and kind != "compile":
-                    written["host_us"].setdefault(name, {})[kind] = host_us(Call(name, False))
-                if timed and kind == "native" and "layer" not in name and "low" not in name:
-                    new_us(name)  # symmetric memory grows
-                    workspace.workspaces()[0].checked.clear()
-                    workspace.workspaces()[0].programs.clear()
-                    written["new_us"][name] = new_us(name)
-        written["calls"][name] = of_engines
+        written[name] = of_engines
     Path(path).write_text(json.dumps(written))
     sys.stdout.flush()
     os._exit(0)  # the pretended group has nothing to end
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], "time" in sys.argv[2:])
+    main(sys.argv[1])

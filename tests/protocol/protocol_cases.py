@@ -7,7 +7,7 @@ allows it. Sizes may grow from call to call. Calls may be replays of a graph, mi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -67,21 +67,14 @@ class Case:
         return run(self, package, schedule)
 
     def __str__(self) -> str:
-        rows, dtype = ",".join(map(str, self.rows)), str(self.dtype).removeprefix("torch.")
-        sizes = f"{rows}x{self.N}x{self.K} {self.layout} {dtype} comm_rows {self.comm_rows}"
-        options = " FP8" * self.scaled + " split" * self.split + " blockwise" * self.blockwise
-        options += " wire" * self.wire
-        options += " bias" * self.bias
-        options += " tma" * self.tma + " captured" * self.captured
-        options += " of 256 and 1" * self.rounds + " two streams" * self.two_streams
-        options += f" after {self.last_epoch} calls" * bool(self.last_epoch)
-        options += " two phases" * self.two_phase
-        options += f" {self.parts} parts" * bool(self.parts)
-        options += f" tiles of {self.block_n} columns" * bool(self.block_n)
-        if self.strategy == "hopper":
-            options += f" by {self.transport}" + f" less {self.lacking}" * bool(self.lacking)
-        options += f" groups {self.group_rows}" * bool(self.group_rows) + " Gluon" * self.gluon
-        return f"{self.host} {self.strategy} W={self.world_size} {sizes}{options}"
+        return told(self)
+
+
+def told(case: Any) -> str:
+    """What a case is of, and what differs from the defaults."""
+    given = ((one.name, getattr(case, one.name), one.default) for one in fields(case))
+    return " ".join([case.host, *(f"{name}={value}" for name, value, usual in given
+                                  if name != "host" and value != usual)])  # fmt: skip
 
 
 class Operands:

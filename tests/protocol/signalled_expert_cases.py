@@ -73,9 +73,6 @@ def strategy_of(package: PackageCopy) -> ModuleType:
 class BandCase(ExpertCase):
     bands: int = 2
 
-    def __str__(self) -> str:
-        return f"{super().__str__()} in {self.bands} bands"
-
     def run(self, package: PackageCopy, schedule: Schedule) -> Scheduler:
         with _in_bands(package):
             return super().run(package, schedule)

@@ -17,6 +17,7 @@ from ptx_order import (
     check_bounded,
     check_gives_up,
     check_needed,
+    parsed,
 )
 from test_embedding_ptx import ROWS, check_slices, signals_of
 
@@ -41,14 +42,14 @@ def check_waits(ptx: Ptx) -> None:
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_a_signal_follows_the_tiles_that_it_announces(compiled, language):
     for kernel in named(compiled, language, "norm").values():
-        check_slices(Ptx(kernel["ptx"]))
+        check_slices(parsed(kernel["ptx"]))
     for kernel in named(compiled, language, "barrier").values():
-        check_barrier(Ptx(kernel["ptx"]))
+        check_barrier(parsed(kernel["ptx"]))
 
 
 def test_tiles_are_read_after_their_signal(compiled):
     for kernel in compiled.values():
-        check_waits(Ptx(kernel["ptx"]))
+        check_waits(parsed(kernel["ptx"]))
 
 
 def test_rows_move_by_whole_vectors(compiled):
@@ -59,7 +60,7 @@ def test_rows_move_by_whole_vectors(compiled):
 
 def test_a_wait_in_gluon_orders_tma_loads(compiled):
     for kernel in named(compiled, "gluon").values():
-        ptx = Ptx(kernel["ptx"])
+        ptx = parsed(kernel["ptx"])
         ptx.require(ACQUIRE, ROWS, PROXY_FENCE, "TMA loads that follow are not fenced")
 
 

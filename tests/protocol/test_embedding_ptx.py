@@ -14,6 +14,7 @@ from ptx_order import (
     check_bounded,
     check_gives_up,
     check_needed,
+    parsed,
 )
 
 SCRIPT = "compile_embedding.py"
@@ -47,13 +48,13 @@ def signals_of(ptx: Ptx) -> set[int]:
 
 def test_a_signal_follows_the_rows_of_its_slice(compiled):
     for kernel in named(compiled, "forward", "D=128").values():
-        check_slices(Ptx(kernel["ptx"]))
+        check_slices(parsed(kernel["ptx"]))
 
 
 @pytest.mark.parametrize("kernel", ["forward", "chunk_sums", "row_sums"])
 def test_rows_are_read_after_their_signal(compiled, kernel):
     for result in named(compiled, kernel).values():
-        ptx = Ptx(result["ptx"])
+        ptx = parsed(result["ptx"])
         check_acquire(ptx)
         check_bounded(ptx)
         check_gives_up(ptx)

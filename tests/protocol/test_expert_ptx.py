@@ -17,13 +17,13 @@ from ptx_order import (
     LOAD,
     RELEASE,
     TMA_LOAD,
-    Ptx,
     check_acquire,
     check_bounded,
     check_count,
     check_gives_up,
     check_needed,
     check_release,
+    parsed,
 )
 
 SCRIPT = "compile_experts.py"
@@ -57,19 +57,19 @@ def without_records(ptx: str) -> str:
 def test_signals_follow_all_stores(compiled):
     for name in WAITING:
         for result in named(compiled, name).values():
-            check_release(Ptx(without_records(result["ptx"])))
+            check_release(parsed(without_records(result["ptx"])))
 
 
 def test_tiles_are_counted_before_their_signal(compiled):
     for result in named(compiled, "gemm_a2a").values():
-        check_count(Ptx(without_records(result["ptx"])))
+        check_count(parsed(without_records(result["ptx"])))
     for result in named(compiled, "a2a_gemm").values():
-        Ptx(result["ptx"]).require_some(COUNT, "pushes are not counted")
+        parsed(result["ptx"]).require_some(COUNT, "pushes are not counted")
 
 
 def test_bands_are_counted_after_their_tiles_are_stored(compiled):
     for result in named(compiled, "signalled_experts", "nt").values():
-        check_release(Ptx(result["ptx"]))
+        check_release(parsed(result["ptx"]))
     for result in named(compiled, "signalled_experts", "nn").values():  # rows that come: no count
         assert not re.search(RELEASE, result["ptx"])
 
@@ -77,17 +77,17 @@ def test_bands_are_counted_after_their_tiles_are_stored(compiled):
 def test_loads_follow_the_signal(compiled):
     for name in ("a2a_gemm", "exchange_counts", "collect"):
         for result in named(compiled, name).values():
-            check_acquire(Ptx(result["ptx"]))
+            check_acquire(parsed(result["ptx"]))
     plain = LOAD.replace(f"|{TMA_LOAD}", "")  # by TMA it loads x, which no signal announces
     for result in named(compiled, "gemm_a2a").values():
-        Ptx(result["ptx"]).require(ACQUIRE, plain, BARRIER, "other threads load too early")
+        parsed(result["ptx"]).require(ACQUIRE, plain, BARRIER, "other threads load too early")
 
 
 @pytest.mark.parametrize("kernel", [*WAITING, "collect"])
 def test_waits_are_bounded(compiled, kernel):
     for result in named(compiled, kernel).values():
-        check_bounded(Ptx(result["ptx"]))
-        check_gives_up(Ptx(result["ptx"]))
+        check_bounded(parsed(result["ptx"]))
+        check_gives_up(parsed(result["ptx"]))
 
 
 def test_rows_travel_in_vectors(compiled):

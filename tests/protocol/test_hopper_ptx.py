@@ -48,29 +48,19 @@ def test_order_among_ranks_and_ctas(compiled, kernel):
 
 
 @pytest.mark.parametrize(
-    "way",
-    ["ag_gemm plain", "ag_gemm bias", "gemm_rs sm", "gemm_rs copy_engine",
-     "gemm_rs copy_engine short"],
-)  # fmt: skip
-def test_every_way_is_compiled(compiled, way):
-    for tile in ("128x256", "128x128"):
+    ("way", "tiles"),
+    [
+        *[(f"ag_gemm {way}", "128x256 128x128 64x128 64x64") for way in ("plain", "bias", "parts")],
+        *[(f"ag_gemm {way} long", "128x256") for way in ("plain", "bias")],
+        *[
+            (f"gemm_rs {way}", "128x256 128x128")
+            for way in ("sm", "copy_engine", "copy_engine short")
+        ],
+    ],
+)
+def test_every_way_is_compiled(compiled, way, tiles):
+    for tile in tiles.split():
         assert named(compiled, *way.split(), tile)
-
-
-def test_low_tiles_are_compiled(compiled):
-    for tile in ("64x128", "64x64"):
-        for way in ("plain", "bias"):
-            assert named(compiled, "ag_gemm", way, tile)
-
-
-def test_tiles_of_long_calls_are_compiled(compiled):
-    for way in ("plain", "bias"):
-        assert named(compiled, "ag_gemm", way, "128x256", "long")
-
-
-def test_rows_in_parts_of_k_are_compiled(compiled):
-    for tile in ("128x256", "128x128", "64x128", "64x64"):
-        assert named(compiled, "ag_gemm", "parts", tile)
 
 
 def test_shared_memory_suffices(compiled):

@@ -86,13 +86,8 @@ CALLS = {
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory) -> dict[str, dict]:
+def calls(tmp_path_factory) -> dict[str, dict]:
     return compiled_by("offline_calls.py", tmp_path_factory.mktemp("offline"))
-
-
-@pytest.fixture(scope="module")
-def calls(written) -> dict[str, dict]:
-    return written["calls"]
 
 
 def without_epoch(call: dict, number: int) -> tuple[list, list]:

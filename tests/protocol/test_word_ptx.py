@@ -21,6 +21,7 @@ from ptx_order import (
     check_bounded,
     check_gives_up,
     check_needed,
+    parsed,
 )
 
 from flux_megatron.kernels.hopper.config import BARRIERS_BYTES
@@ -85,7 +86,7 @@ CHECKS = [check_words, check_spins, check_warps_agree, check_renewal]
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_order_of_words(compiled, check):
     for kernel in compiled.values():
-        check(Ptx(kernel["ptx"]))
+        check(parsed(kernel["ptx"]))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ ROWS = [check_counted, check_acquire, check_bounded, check_gives_up]
 @pytest.mark.parametrize("check", ROWS)
 def test_gathered_rows_are_there_before_they_are_multiplied(compiled, check):
     for kernel in named(compiled, "ag_gemv").values():
-        check(Ptx(kernel["ptx"]))
+        check(parsed(kernel["ptx"]))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_parts_of_k_are_there_before_they_are_added(compiled):
     kernels = named(compiled, "parts")
     assert {name.split()[0] for name in kernels} == {"gemv_ar", "gemv_rs", "ag_gemv"}
     for kernel in kernels.values():
-        check_parts(Ptx(kernel["ptx"]))
+        check_parts(parsed(kernel["ptx"]))
 
 
 @pytest.mark.parametrize(

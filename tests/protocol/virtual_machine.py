@@ -77,13 +77,12 @@ class PackageCopy:
 
     mutation: Mutation | None = None  # of a file that is none of the package: an own kernel's
 
-    def __init__(self, package: str) -> None:
-        importlib.import_module("flux_megatron.kernels")
+    def __init__(self) -> None:
         for module in _MODULES:
             name = module.replace("hopper.", "hopper_").rsplit(".")[-1]
-            setattr(self, name, importlib.import_module(f"{package}.{module}"))
-        self.experts = importlib.import_module(f"{package}.expert_parallel.fused")
-        self.hopper_experts = importlib.import_module(f"{package}.expert_parallel.hopper")
+            setattr(self, name, importlib.import_module(f"flux_megatron.{module}"))
+        self.experts = importlib.import_module("flux_megatron.expert_parallel.fused")
+        self.hopper_experts = importlib.import_module("flux_megatron.expert_parallel.hopper")
         self.hopper_kernels = HopperKernels(self)
 
 
@@ -93,7 +92,7 @@ def mutated(mutation: Mutation, folder: Path) -> Iterator[PackageCopy]:
     is imported anew and so is what depends on it; all other modules are those of the package.
     """
     if not (SOURCE / mutation.path).exists():
-        package = PackageCopy("flux_megatron")
+        package = PackageCopy()
         package.mutation = mutation
         yield package
         return
@@ -102,7 +101,7 @@ def mutated(mutation: Mutation, folder: Path) -> Iterator[PackageCopy]:
     with imported_anew(dependents(changed)), mock.patch.object(
         sys, "meta_path", [Changed(changed, file), *sys.meta_path]
     ):  # fmt: skip
-        yield PackageCopy("flux_megatron")
+        yield PackageCopy()
 
 
 class _Work:
