@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +16,17 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import layers as stock
 from ranks import FUSED, on_cpu_ranks
 
 import flux_megatron
+from flux_megatron import settings
 from flux_megatron.integration import autoload, install, requirements
+from flux_megatron.integration.flags import FluxOptions
 from flux_megatron.lab.cpu import pretend_cuda
 from flux_megatron.overlap.report import note_call
 
 ROOT = Path(__file__).parents[2]
-BEGIN = {"torch first": "import torch", "Megatron first": "import megatron.core.parallel_state"}
 WORKER = """
 import sys
 import torch
@@ -45,7 +48,7 @@ print(type(held(8, 8, **options)).__module__, type(RowParallelLinear(8, 8, **opt
 print(parallel_state.initialize_model_parallel.__module__, hasattr(initialize, "__wrapped__"))
 print(sum(type(f).__module__.startswith("flux") for f in sys.meta_path))
 """
-OURS, STOCK = "flux_megatron.integration.stand_ins", "megatron.core.tensor_parallel.layers"
+OURS = "flux_megatron.integration.stand_ins"
 
 
 @pytest.fixture
@@ -72,69 +75,86 @@ def run(script: str, folder: Path, **more: str) -> subprocess.CompletedProcess[s
     )  # fmt: skip
 
 
+# how the worker begins, what it does after Megatron has begun, and more variables
 LATE = "assert 'flux_megatron' not in sys.modules; import flux_megatron"
-# else layers that --flux-layers leaves to Megatron would be ours
-LAUNCH = """
-from flux_megatron.integration import flags, install
-install.install(flags.FluxOptions(layers=("qkv",)))
-"""
 CASES = {
-    "torch first": (BEGIN["torch first"], "", {}, f"{OURS} {OURS}"),
-    "Megatron first": (BEGIN["Megatron first"], "", {}, f"{OURS} {OURS}"),
-    "without the variable": ("", "", {"FLUX_MEGATRON_ENABLE": "0"}, f"{STOCK} {STOCK}"),
+    "torch first": ("import torch", "", {}),
+    "Megatron first": ("import megatron.core.parallel_state", "", {}),
     # Megatron's groups are there already
-    "an import of ours": ("", LATE, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, f"{OURS} {OURS}"),
-    "the flag of a launch is stronger": (LAUNCH, "", {}, STOCK),
+    "an import of ours": ("", LATE, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_worker_gets_our_layers_by_the_variable_alone(installed, case):
-    begin, late, more, expected = CASES[case]
-    named = {"FLUX_MEGATRON_ENABLE": "1", **more}
-    done = run(begin + WORKER.format(late=late), installed, **named)
+    begin, late, more = CASES[case]
+    done = run(begin + WORKER.format(late=late), installed, FLUX_MEGATRON_ENABLE="1", **more)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if not line.startswith("flux_megatron: ")]
-    assert lines[0].endswith(expected)
-    if not late and begin != LAUNCH:
-        ours = more.get("FLUX_MEGATRON_ENABLE") != "0"
-        assert lines[1:] == [f"megatron.core.parallel_state {ours}", "0"]
+    assert lines[0] == f"{OURS} {OURS}"
+    assert late or lines[1:] == ["megatron.core.parallel_state True", "0"]
+
+
+@on_cpu_ranks(1)
+def test_without_the_variable_nothing_waits(rank):
+    for value in ("0", "1"):
+        os.environ["FLUX_MEGATRON_ENABLE"] = value
+        flux_megatron.arm()  # as torch does at the end of its import
+        assert bool(autoload._waiting) is (value == "1")
+    sbs.start(1)  # and builds no layer
+    assert autoload._unused() == "megatron-core built none of the layers that ours stand for"
+
+
+@on_cpu_ranks(1)
+def test_the_flag_of_a_launch_is_stronger(rank):
+    """Else layers that --flux-layers leaves to Megatron would be ours."""
+    autoload.arm(flux_megatron.enable)
+    install.install(FluxOptions(layers=("qkv",)))
+    sbs.start(1)
+    layer = stock.RowParallelLinear(
+        8, 8, config=sbs.settings(1, False, torch.float32), init_method=torch.nn.init.ones_,
+        bias=False, input_is_parallel=True, skip_bias_add=False,
+    )  # fmt: skip
+    assert type(layer) is stock.RowParallelLinear
 
 
 @pytest.mark.parametrize("variable", ["ENABLE=yes", "TUNE=x", "CACHE=~nobody9/x"])
-def test_a_wrong_value_fails_where_our_layers_are_enabled_and_not_at_the_import_of_torch(
-    installed, variable
-):
+@on_cpu_ranks(1)
+def test_a_wrong_value_fails_where_our_layers_are_enabled(rank, variable):
     name, _, value = variable.partition("=")
-    named = {"FLUX_MEGATRON_ENABLE": "1", f"FLUX_MEGATRON_{name}": value}
-    done = run("import torch; print('imported')", installed, **named)
-    assert (done.stdout, done.returncode) == ("imported\n", 0), done.stderr
-    done = run(WORKER.format(late=""), installed, **named)
-    assert done.returncode
-    assert f"ValueError: FLUX_MEGATRON_{name}={value!r}, expected " in done.stderr
+    os.environ |= {"FLUX_MEGATRON_ENABLE": "1", f"FLUX_MEGATRON_{name}": value}
+    settings.get.cache_clear()
+    flux_megatron.arm()
+    with pytest.raises(ValueError, match=re.escape(f"FLUX_MEGATRON_{name}={value!r}, expected ")):
+        sbs.start(1)
 
 
+WRONG = {"ENABLE": "yes", "TUNE": "x", "CACHE": "~nobody9/x"}
 # as where a container runs under a number that its image does not know
 HOMELESS = """
 import os
 os.environ.pop("HOME", None)
 os.getuid = lambda: 2**31 - 12345
 import torch
-import flux_megatron
 from flux_megatron import settings
-print("imported")
-print(settings.get().cache)
+os.environ |= {"FLUX_MEGATRON_ENABLE": "1", "FLUX_MEGATRON_TUNE": "off"}
+for cache in ("", "~/plans", "/somewhere"):
+    os.environ["FLUX_MEGATRON_CACHE"] = cache
+    try:
+        print(settings.reload().cache)
+    except ValueError as error:
+        print(error)
 """
 
 
-@pytest.mark.parametrize("cache", ["", "~/plans", "/somewhere"])
-def test_torch_can_be_imported_where_nobody_has_a_home_folder(installed, cache):
-    done = run(HOMELESS, installed, FLUX_MEGATRON_ENABLE="1", FLUX_MEGATRON_CACHE=cache)
-    assert done.stdout.splitlines() == ["imported", *([cache] if cache == "/somewhere" else [])]
-    if cache != "/somewhere":
-        given = f"={cache!r}, " if cache else " is not given, by default '~/.cache/flux_megatron', "
-        error = f"ValueError: FLUX_MEGATRON_CACHE{given}expected a folder: no home folder is known"
-        assert f"{error} here for ~\n" in done.stderr
+def test_torch_can_be_imported_with_wrong_values_and_where_nobody_has_a_home_folder(installed):
+    done = run(HOMELESS, installed, **{f"FLUX_MEGATRON_{n}": value for n, value in WRONG.items()})
+    error = "expected a folder: no home folder is known here for ~"
+    assert done.stdout.splitlines() == [
+        f"FLUX_MEGATRON_CACHE is not given, by default '~/.cache/flux_megatron', {error}",
+        f"FLUX_MEGATRON_CACHE='~/plans', {error}",
+        "/somewhere",
+    ], done.stderr
 
 
 OF_ALL = ("tp", "tp_cp", "mp")
@@ -189,37 +209,63 @@ def test_a_model_with_groups_of_its_own(rank, way):
     assert sbs.ours(build()) == set()
 
 
-GROUPS = """
-import torch.distributed as dist
-dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+STRICT = """
+import os, torch, megatron.core.parallel_state
+if not os.fork(): raise SystemExit
+os.wait()
 """
-MEGATRON = "import torch, megatron.core.parallel_state\n"
-INITIALIZED = "megatron.core.parallel_state.initialize_model_parallel(1)\n"
-FORKS = "import os\nif not os.fork(): raise SystemExit\nos.wait()\n"
 SAID = "flux_megatron: FLUX_MEGATRON_ENABLE=1, but no layer of process "
-# program, strict, RANK: status, the reason
+NO_MODULE = "megatron-core made no groups and no module"
+
+
+def test_a_rank_of_which_nothing_comes_ends_with_an_error_in_strict_mode(installed):
+    """Its forks say nothing."""
+    strict = {"FLUX_MEGATRON_ENABLE": "1", "FLUX_MEGATRON_STRICT": "1", "RANK": "0"}
+    done = run(STRICT, installed, **strict)
+    assert done.returncode == 1, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert line.startswith(SAID)
+    assert line.endswith(f"is ours: {NO_MODULE}")
+
+
+# what autoload knows, whether Megatron is imported and has groups, strict, RANK: why, and whether
+# that ends the process
+WAITS, BEGAN, ITS_OWN_WORD = (len, False), (None, True), (None, False)
 UNUSED = {
-    "no model": (MEGATRON, "0", "0", 0, "megatron-core made no groups and no module"),
-    "no model, strict": (MEGATRON + FORKS, "1", "0", 1, "megatron-core made no groups and no mod"),
-    "another rank": (MEGATRON, "1", "1", 1, ""),
-    "no rank of a job": (MEGATRON, "1", None, 0, "megatron-core made no groups and no module"),
-    "no layer": (MEGATRON + GROUPS + INITIALIZED, "1", None, 1, "megatron-core built none of the"),
-    "without Megatron": ("import torch" + GROUPS, "1", "0", 0, "megatron-core was not imported"),
-    "a tool": ("import torch", "1", "0", 0, ""),
-    "its own word": (MEGATRON + "import flux_megatron; flux_megatron.enable()", "1", "0", 0, ""),
-    "an error": (MEGATRON + "raise KeyError", "1", "0", 1, ""),
+    "no model": (WAITS, True, False, "0", "0", NO_MODULE, False),
+    "another rank": (WAITS, True, False, "1", "1", "", True),
+    "no rank of a job": (WAITS, True, False, "1", "", NO_MODULE, False),
+    "no layer": (BEGAN, True, True, "1", "", "megatron-core built none of the layers", True),
+    "without Megatron": (WAITS, False, True, "1", "0", "megatron-core was not imported", False),
+    "a tool": (WAITS, False, False, "1", "0", "", False),
+    "its own word": (ITS_OWN_WORD, True, False, "1", "0", "", False),
+    "an error": (WAITS, True, False, "1", "0", "", False),
 }
 
 
 @pytest.mark.parametrize("case", UNUSED)
-def test_a_variable_of_which_nothing_comes(installed, case):
-    program, strict, rank, status, why = UNUSED[case]
-    named = {"FLUX_MEGATRON_ENABLE": "1", "FLUX_MEGATRON_STRICT": strict}
-    done = run(program, installed, **named, **({"RANK": rank} if rank else {}))
-    assert done.returncode == status, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith(SAID)]
-    assert len(lines) == bool(why)
-    assert all(f"is ours: {why}" in line for line in lines)
+def test_a_variable_of_which_nothing_comes(case, monkeypatch, capsys):
+    (waiting, enabled), imported, groups, strict, rank, why, ends = UNUSED[case]
+    state = {"_waiting": waiting, "_enabled": enabled, "made": 0, "_has_groups": lambda: groups}
+    for name, value in state.items():
+        monkeypatch.setattr(autoload, name, value)
+    if not imported:
+        monkeypatch.delitem(sys.modules, autoload.PARALLEL_STATE)
+    if rank:
+        monkeypatch.setenv("RANK", rank)
+    if case == "an error":
+        monkeypatch.setattr(sys, "last_value", KeyError(), raising=False)
+    monkeypatch.setenv("FLUX_MEGATRON_STRICT", strict)
+    settings.reload()
+    exits: list[int] = []
+    monkeypatch.setattr(os, "_exit", exits.append)
+    autoload._end(os.getpid())
+    monkeypatch.undo()
+    settings.reload()
+    said = capsys.readouterr().out
+    assert exits == [1] * ends
+    assert said.startswith(SAID) if why else not said
+    assert why in said
 
 
 def test_what_is_said_at_exit(monkeypatch, capsys):
