@@ -83,11 +83,9 @@ class Arms:
             "reference": [*training_space.in_fp32(wanted), *wanted.stock],
         }[arm]
         cache = ["--data-cache-path", str(self._here / "cache")]
-        broken, limit = None, self._options.limit
-        if arm == "ours":
-            broken, limit = self._options.broken, INTERPRETED * limit
+        limit = self._options.limit * (INTERPRETED if arm == "ours" else 1)
         given, folder = [*arguments, *cache, *more], str(self._here / name)
-        return self._server.run(Run(given, wanted.ranks, folder, limit, broken))
+        return self._server.run(Run(given, wanted.ranks, folder, limit))
 
     def _checkpoint(self, arm: str) -> str:
         return str(self._here / f"checkpoint of {arm}")

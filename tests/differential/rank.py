@@ -89,8 +89,7 @@ def main(script: str, run: Any, number: int) -> int:
     faulthandler.register(signal.SIGUSR1)
     code = 0
     try:
-        with _broken(run.broken):
-            _enter(script, run.arguments)
+        _enter(script, run.arguments)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
@@ -185,11 +184,3 @@ def _number(value: Any) -> float | None:
         value = value.detach().double()
         return float(value if value.numel() == 1 else value.flatten()[0])
     return None if value is None else float(value)
-
-
-def _broken(name: str | None) -> contextlib.AbstractContextManager[Any]:
-    if name is None:
-        return contextlib.nullcontext()
-    import training_breaks
-
-    return getattr(training_breaks, name)()

@@ -35,7 +35,6 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="JSON lines, appended to")
     parser.add_argument("--site", type=Path, help="folder of packages that pretrain_gpt.py needs")
     parser.add_argument("--limit", type=float, default=60, help="seconds of one run")
-    parser.add_argument("--break", dest="broken", help="a break of training_breaks.py, for our arm")
     parser.add_argument("--keep", type=Path, help="folder for the logs of findings")
     options = parser.parse_args(arguments)
     if options.count < len(options.megatron):

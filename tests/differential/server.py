@@ -30,14 +30,13 @@ DUMP_S = 1.0  # for a rank that hangs to write where it stands
 @dataclass(frozen=True)
 class Run:
     """One run of the script: its arguments, its ranks, and the folder that each rank leaves
-    RANK.log and RANK.pt in. `broken` names a break of our layers (training_breaks.py).
+    RANK.log and RANK.pt in.
     """
 
     arguments: list[str]
     ranks: int
     folder: str
     limit_s: float
-    broken: str | None = None
 
 
 @dataclass

@@ -14,7 +14,6 @@ import te_stand_ins
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.extensions import transformer_engine
 from megatron.core.models.bert import bert_layer_specs
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.mamba import mamba_layer_specs, mamba_model
@@ -100,34 +99,6 @@ def _loss_and_gradient(rank: int, name: str, ours: bool) -> tuple[Any, ...]:
     weight = model.embedding.word_embeddings.weight.grad.square().sum()
     dist.all_reduce(weight)
     return loss.item(), weight.item(), coverage.layers_of([model]), flux_megatron.report()
-
-
-class TheirColumn: ...
-
-
-class TheirRow: ...
-
-
-class Column: ...
-
-
-class Row: ...
-
-
-def test_hybrid_specifications_name_our_layers(monkeypatch):
-    monkeypatch.setattr(transformer_engine, "TELayerNormColumnParallelLinear", TheirColumn)
-    monkeypatch.setattr(transformer_engine, "TERowParallelLinear", TheirRow)
-    module = _specifications_anew()
-    explicit_specs.use({TheirColumn: Column, TheirRow: Row}, FluxNorm, module.__name__)
-    layers = module.mamba_stack_spec.submodules
-    attention = layers.attention_layer.submodules.self_attention.submodules
-    mlp = sbs.submodules_of(layers.mlp_layer.submodules.mlp)
-    mixer = layers.mamba_layer.submodules.mixer.submodules
-    assert (attention.linear_qkv, attention.linear_proj) == (Column, Row)
-    assert (mlp.linear_fc1, mlp.linear_fc2) == (Column, Row)
-    assert (mixer.in_proj, mixer.out_proj) == (Column, Row)
-    monkeypatch.undo()
-    _specifications_anew()
 
 
 def _specifications_anew() -> Any:

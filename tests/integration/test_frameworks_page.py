@@ -113,20 +113,16 @@ assert done.total and done.overlapped == done.total, done
 
 
 def test_a_model_that_python_builds_runs_without_a_gpu(tmp_path):
-    """By the block of the page, and not without it."""
+    """By the block of the page."""
     script = tmp_path / "train.py"
-    block = snippet("## How do I try it without a GPU?", "python")
+    script.write_text(snippet("## How do I try it without a GPU?", "python") + BUILT_IN_PYTHON)
     without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    for first, ends in ((block, True), ("", False)):
-        script.write_text(first + BUILT_IN_PYTHON)
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-             str(script)], env=without | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True,
-            text=True, timeout=240,
-        )  # fmt: skip
-        assert (done.returncode == 0) is ends, done.stderr
-    said = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs")
-    assert any(text in done.stderr for text in said)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         str(script)], env=without | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True,
+        text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_workers_are_given_the_variable():

@@ -11,6 +11,7 @@ import types
 import pytest
 
 from flux_megatron import settings
+from flux_megatron.errors import BadInput
 from flux_megatron.integration import arguments, bootstrap, requirements, seams, spec_argument
 from flux_megatron.integration.flags import add_flux_arguments
 from flux_megatron.patching import installed
@@ -180,6 +181,8 @@ def test_the_door_looks_at_megatron_s_own_arguments(megatron, monkeypatch):
     assert not {"flux_overlap", "of_the_script"} & known.keys()
     assert arguments.parse_command_line().train_iters is None
     assert len(seen) == 1
+    with pytest.raises(BadInput, match=r"unrecognized arguments: --flux-overlp \(see --help\)$"):
+        parser.parse_args(["--flux-overlp"])
 
 
 WHOLE = types.SimpleNamespace(name="full_iteration")  # of an enumeration

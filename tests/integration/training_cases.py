@@ -210,7 +210,7 @@ FEATURES: dict[str, Feature] = {
     "frozen weights": Feature(prepare=freeze_most, quick=True),
     "LoRA": Feature(prepare=add_lora, quick=True),
     "LoRA, wgrad fusion": Feature(prepare=add_lora, config=FUSION),
-    "variable sequence lengths": Feature(lengths=LENGTHS, quick=True),
+    "variable sequence lengths": Feature(lengths=LENGTHS, steps=3, quick=True),
     "tensor parallel over nodes": Feature(
         around=each_rank_a_node, runs="the group spans 2 nodes", quick=True
     ),
@@ -238,7 +238,7 @@ FEATURES: dict[str, Feature] = {
         **VPP, config=OVERLAPPED_P2P
     ),
     "pipeline, variable sequence lengths": Feature(
-        **PP, config=LENGTHS_BETWEEN_STAGES, lengths=LENGTHS
+        **PP, config=LENGTHS_BETWEEN_STAGES, lengths=LENGTHS, steps=3
     ),
     "pipeline, full recompute": Feature(**PP, config=UNIFORM),
     "pipeline, multi-token prediction": Feature(**PP, config=MTP, model=TIED),

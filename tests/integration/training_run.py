@@ -30,7 +30,7 @@ from flux_megatron.integration.specs import use_flux_output_layer
 from flux_megatron.lab.train.model import layer_context
 from flux_megatron.lab.train.specs import gpt_block_spec, local_spec_from
 
-VOCAB, SEQUENCE, BATCH, HIDDEN, STEPS = 64, 16, 2, 32, 3
+VOCAB, SEQUENCE, BATCH, HIDDEN, STEPS = 64, 16, 2, 32, 2
 
 
 @dataclass(frozen=True)

@@ -124,17 +124,10 @@ class SlurmCluster:
             command, env=self.environment, capture_output=True, text=True, timeout=CALL_S
         )
 
-    def jobs(self, job: str) -> dict[str, dict[str, str]]:
-        """What Slurm knows of a job: its fields, one entry for each task that an array has.
-
-        The key is the task as `scontrol` takes it: 12_0, or 12 where there is no array.
-        """
-        tasks = {}
-        for line in self.run("scontrol", "--oneliner", "show", "job", job).splitlines():
-            fields = dict(word.split("=", 1) for word in line.split(" ") if "=" in word)
-            array, index = fields.get("ArrayJobId"), fields.get("ArrayTaskId")
-            tasks[f"{array}_{index}" if array else fields["JobId"]] = fields
-        return tasks
+    def fields(self, job: str) -> dict[str, str]:
+        """What Slurm knows of a job."""
+        words = self.run("scontrol", "--oneliner", "show", "job", job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait_for(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Until `done()`. `AssertionError` with the daemons' logs when it takes longer."""

@@ -32,7 +32,7 @@ class Job:
     def __init__(self, slurm: SlurmCluster, folder: Path) -> None:
         self.slurm, self.folder, self.run = slurm, folder, folder / "run"
         self.id = ""
-        self.hastened: set[tuple[str, str]] = set()  # tasks, by their restarts
+        self.hastened: set[str] = set()  # numbers of restarts
 
     def submit(self, *options: str) -> None:
         where = pretended.put(self.folder)
@@ -50,39 +50,35 @@ class Job:
     def order(self, fault: str, times: int) -> None:
         (self.folder / fault).write_text(f"{times}\n")
 
-    def fields(self) -> dict[str, str]:
-        return self.slurm.jobs(self.id)[self.id]
-
-    def ends(self, outcome: str, timeout_s: float = 90, said: str = "") -> None:
+    def ends(self, outcome: str, timeout_s: float = 90) -> None:
         """Wait until the job is as told, and still is so a second later: "COMPLETED 1".
 
-        That is its state and how often it was queued again. A job that queues itself again says
-        FAILED for seconds, with its new number of restarts, so a test of one that fails names what
-        it says last.
+        That is its state and how often it was queued again.
         """
-        expected = {self.id: outcome}
-
-        def ended() -> bool:
-            return self._outcomes() == expected and said in self.output()
 
         def stays_ended() -> bool:
-            return ended() and not time.sleep(1) and ended()
+            return self._outcome() == outcome and not time.sleep(1) and self._outcome() == outcome
 
         try:
-            self.slurm.wait_for(stays_ended, timeout_s, f"{expected} {said}")
+            self.slurm.wait_for(stays_ended, timeout_s, outcome)
         except AssertionError as error:
-            raise AssertionError(f"{self._outcomes()}: {error}\n{self.output()}") from error
+            raise AssertionError(f"{self._outcome()}: {error}\n{self.output()}") from error
 
-    def _outcomes(self) -> dict[str, str]:
-        """Of every task. One that was queued again starts soon, not in Slurm's two minutes."""
-        tasks = self.slurm.jobs(self.id)
-        for task, fields in tasks.items():
-            start = task, fields["Restarts"]
-            waits = fields["JobState"] == "PENDING" and fields["Reason"] == "BeginTime"
-            if waits and start not in self.hastened:
-                self.hastened.add(start)
-                self.slurm.call("scontrol", "update", f"JobId={task}", SOON)
-        return {task: f"{one['JobState']} {one['Restarts']}" for task, one in tasks.items()}
+    def hangs(self) -> None:
+        """Wait until a rank does."""
+        hangs = self.folder / "hangs"
+        self.slurm.wait_for(lambda: self._outcome() and hangs.exists(), 90, "the ranks")
+        hangs.unlink()
+
+    def _outcome(self) -> str:
+        """A job that was queued again starts soon, not in Slurm's two minutes."""
+        fields = self.slurm.fields(self.id)
+        state, restarts = fields["JobState"], fields["Restarts"]
+        waits = state == "PENDING" and fields["Reason"] == "BeginTime"
+        if waits and restarts not in self.hastened:
+            self.hastened.add(restarts)
+            self.slurm.call("scontrol", "update", f"JobId={self.id}", SOON)
+        return f"{state} {restarts}"
 
     def output(self) -> str:
         return "\n".join(file.read_text() for file in sorted(self.run.glob("slurm-*.out")))
@@ -93,13 +89,21 @@ class Job:
 
 
 def test_arms_in_turn_on_the_same_nodes(slurm, tmp_path):
-    """Two rounds; flux crashes once, goes on from its checkpoint, and nothing is done again."""
+    """Two rounds, whatever happens: the time limit, of which Slurm tells the batch process alone,
+    which tells the ranks; `scontrol requeue`; a crash. Nothing is done again.
+    """
     job = Job(slurm, tmp_path)
+    job.order("hang-megatron", 2)
     job.order("crash-flux", 1)
     job.submit()
-    job.ends("COMPLETED 1")
-    rounds = ["1/megatron", "1/flux", "1/flux", "2/megatron", "2/flux"]
-    assert [part.removeprefix("round-") for part, _ in job.trained()] == rounds
+    job.hangs()
+    slurm.run("scancel", "--batch", "--signal=USR1", job.id)
+    job.hangs()
+    assert not (job.run / "round-1" / "megatron" / "failures").exists()
+    slurm.run("scontrol", "requeue", job.id)
+    job.ends("COMPLETED 3")
+    starts = [(1, "megatron")] * 3 + [(1, "flux")] * 2 + [(2, "megatron"), (2, "flux")]
+    assert [part for part, _ in job.trained()] == [f"round-{one}/{arm}" for one, arm in starts]
     rows = (job.run / "round-1" / "flux" / "train" / "metrics.jsonl").read_text().splitlines()
     # three steps, and from the checkpoint of step 2 on
     assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, *range(3, STEPS + 1)]
@@ -114,7 +118,7 @@ def test_unfit_node_is_named_and_excluded(slurm, tmp_path):
     job.order("ecc-cpu1", 5)
     job.submit("--arm", "flux", *ON_GPUS)
     job.ends("COMPLETED 1")
-    assert job.fields()["ExcNodeList"] == "cpu1"
+    assert slurm.fields(job.id)["ExcNodeList"] == "cpu1"
     assert [nodes for _, nodes in job.trained()] == ["cpu[2-3]"]
     verdict = "node cpu1: unfit: GPU 1: uncorrected ECC errors since the driver started: 5; not"
     assert verdict in job.output()
@@ -122,23 +126,12 @@ def test_unfit_node_is_named_and_excluded(slurm, tmp_path):
     assert "queued again without cpu1" in job.output()
 
 
-def test_ranks_save_near_the_time_limit_and_the_job_queues_again(slurm, tmp_path):
-    """Slurm tells the batch process alone, which tells the ranks."""
-    job = Job(slurm, tmp_path)
-    job.order("hang-flux", 1)
-    job.submit("--arm", "flux")
-    slurm.wait_for((tmp_path / "hangs").exists, 60, "the ranks")
-    slurm.run("scancel", "--batch", "--signal=USR1", job.id)
-    job.ends("COMPLETED 1")
-    assert not (job.run / "flux" / "failures").exists()
-
-
 def test_cancelled_job_does_not_queue_again(slurm, tmp_path):
     job = Job(slurm, tmp_path)
     job.order("hang-flux", 1)
     job.submit("--arm", "flux")
     # Slurm's linuxproc loses a process that starts while its parent is killed, and waits for it
-    slurm.wait_for((tmp_path / "hangs").exists, 60, "the ranks")
+    job.hangs()
     slurm.run("scancel", job.id)
     job.ends("CANCELLED 0")
     assert not (job.run / "flux" / "failures").exists()
