@@ -62,16 +62,6 @@ def dummy_added(make: Any) -> Any:
     return untold
 
 
-@replacing(main_grad, "placeholder_gradient")
-def dummy_not_zero(make: Any) -> Any:
-    return lambda *args: make(*args).fill_(0.01)
-
-
-@replacing(main_grad, "accumulate_wgrad")
-def last_microbatch_alone(add: Any) -> Any:
-    return lambda *args, beta=0: add(*args, beta=beta)
-
-
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
     """The layers leave their calls to Megatron and do not say so."""
@@ -80,36 +70,6 @@ def silent() -> Iterator[None]:
         mock.patch.object(our_layers, "note_fallback"),
     ):
         yield
-
-
-@replacing(functions.ops, "run_gemm_rs")
-def old_weights(run: Any) -> Any:
-    """A layer keeps the weight that it saw first."""
-    kept: dict[int, torch.Tensor] = {}
-
-    def with_kept(x, w, *args, **options):
-        return run(x, kept.setdefault(w.data_ptr(), w.detach().clone()), *args, **options)
-
-    return with_kept
-
-
-@replacing(functions, "row_parallel_linear")
-def no_dx_beside_a_frozen_weight(forward: Any) -> Any:
-    return lambda x, w, **more: forward(x if w.requires_grad else x.detach(), w, **more)
-
-
-@replacing(functions.ops, "run_ag_gemm")
-def first_length_for_all(gather: Any) -> Any:
-    """Rows that the first call did not have are lost."""
-    rows: list[int] = []
-
-    def cut(x, w, *args, **options):
-        y = gather(x, w, *args, **options)
-        rows.append(y.shape[0])
-        y[rows[0] :] = 0
-        return y
-
-    return cut
 
 
 @replacing(linear_passes, "_shaped")
@@ -124,25 +84,11 @@ def coarse_sums(finish: Any) -> Any:
     return rounded
 
 
-@replacing(linear_passes, "_shaped")
-def random_numbers_drawn(finish: Any) -> Any:
-    return lambda *args: (torch.rand(1), finish(*args))[1]
-
-
+# of other features `terms_missing`
 BREAKS: dict[str, Break] = {
     "sequence parallel": silent,
-    "sequence parallel off": dx_not_summed,
-    "wgrad fusion": dummy_added,
-    "wgrad fusion, tied": dummy_not_zero,
-    "selective recompute": last_microbatch_alone,
-    "dropout": random_numbers_drawn,
-    "LoRA": no_dx_beside_a_frozen_weight,
-    "variable sequence lengths": first_length_for_all,
     "tensor parallel over nodes": silent,
-    "pipeline, tied, wgrad fusion": dummy_added,
-    "pipeline, variable sequence lengths": first_length_for_all,
-    "distributed optimizer, overlapped": old_weights,
-    "bf16": coarse_sums,
-    "fp16": coarse_sums,
-    "fp32 residuals": coarse_sums,
+    "sequence parallel off": dx_not_summed,
+    **dict.fromkeys(("wgrad fusion", "pipeline, tied, wgrad fusion"), dummy_added),
+    **dict.fromkeys(("bf16", "fp16", "fp32 residuals"), coarse_sums),
 }

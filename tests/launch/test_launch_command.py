@@ -385,19 +385,22 @@ def test_local_run_ends_by_ctrl_c(tmp_path, local):
     assert "round-1/flux" not in output
 
 
-def test_local_run_trains(tmp_path):
-    """The real doctor, torchrun and ranks: without Slurm those of two nodes are on one."""
+def test_local_run_trains(tmp_path, monkeypatch):
+    """The real doctor, torchrun and ranks."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # to import less
     pytest.importorskip("megatron.core", reason="trains with it")
     text = tmp_path / "text"
     text.mkdir()
     (text / "words.txt").write_text(" ".join(f"{i} is {i * i}." for i in range(3000)))
+    small = ("cluster.nodes=1", "parallel.dp=1", "model.layers=1", "training.steps=3")
+    sets = [word for value in small for word in ("--set", value)]
     launch("cpu/tiny", "--local", "--arm", "megatron", "--data-path", text, "--run-dir",
-           tmp_path / "a run", "--set", "model.layers=1", "--set", "training.steps=3")  # fmt: skip
+           tmp_path / "a run", *sets)  # fmt: skip
     arm = tmp_path / "a run" / "megatron"
     rows = [json.loads(line) for line in (arm / "train" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
     logs = (arm / "logs").glob("node-0/local-0_*/attempt_0/*/stdout.log")
-    assert sorted(log.parent.name for log in logs) == ["0", "1", "2", "3"]
+    assert sorted(log.parent.name for log in logs) == ["0", "1"]
 
 
 def test_entry_points_submit_one_after_the_other(tmp_path):
