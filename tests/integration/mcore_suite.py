@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 import types
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,17 +56,13 @@ def row(
     passed = [test for test, line in stock.items() if line["outcome"] == "passed"]
     ours = outcomes(passed, "flux", ranks, work, start)
     lines = [ours.get(test, {"outcome": "missing"}) for test in passed]
-    count = Counter()
-    for line in lines:
-        count.update({key: line.get(key, 0) for key in ("built", "forwards", "backwards")})
+    forwards = [line.get("forwards", 0) for line in lines]
     return {
         "table": "mcore_suite", "release": checkout.name, "file": file, "ranks": ranks,
         "tests": len(stock), "stock": len(passed),
         "ours": sum(line["outcome"] == "passed" for line in lines),
         "not_ours": [t for t, o in zip(passed, lines, strict=True) if o["outcome"] != "passed"],
-        **{f"tests_{key}": sum(bool(o.get(key)) for o in lines)
-           for key in ("built", "forwards", "backwards")},
-        **{key: count[key] for key in ("built", "forwards", "backwards")},
+        "tests_forwards": sum(map(bool, forwards)), "forwards": sum(forwards),
         "seconds": round(time.monotonic() - begun), "torch": importlib.metadata.version("torch"),
         "date": datetime.date.today().isoformat(), "git": _commit(),
     }  # fmt: skip
@@ -120,8 +115,7 @@ def merged(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
         last = {line["test"]: line for line in lines_of(folder, rank)}
         for test, line in last.items():
             one = found.setdefault(test, {"outcome": "skipped"})
-            for key in ("built", "forwards", "backwards"):
-                one[key] = one.get(key, 0) + line.get(key, 0)
+            one["forwards"] = one.get("forwards", 0) + line.get("forwards", 0)
             outcome = "failed" if line["outcome"] == "started" else line["outcome"]
             order = ("skipped", "passed", "failed")
             one["outcome"] = max(one["outcome"], outcome, key=order.index)

@@ -17,7 +17,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from flux_megatron.integration.norm import FluxNorm
 
 BOUND = 1e-5  # of losses and weights in fp32: docs/tests.md
-VOCAB, LAYERS = 32, 1
+VOCAB = 32
 # tokens of the sequences of a micro-batch; those of no token are the padding of `cu_seqlens`. For
 # the third one symmetric memory grows
 EVEN = [(5, 3), (6,), (70, 0, 9, 1), (14, 0, 0), (1, 1)]
@@ -27,8 +27,7 @@ SPEC = get_gpt_layer_local_spec(normalization="RMSNorm")  # as a framework holds
 def config(sp: bool, **more: Any) -> Any:
     return sbs.settings(
         2, sp, torch.float32,
-        **{"num_layers": LAYERS, "hidden_size": 16, "ffn_hidden_size": 32, "hidden_dropout": 0.0,
-           "attention_dropout": 0.0, "normalization": "RMSNorm", **more},
+        **{"hidden_size": 16, "ffn_hidden_size": 32, "normalization": "RMSNorm", **more},
     )  # fmt: skip
 
 

@@ -100,6 +100,7 @@ def stop() -> None:
 def settings(tp: int, sp: bool, dtype: torch.dtype, **more: Any) -> TransformerConfig:
     given = {
         "num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 4,
+        "hidden_dropout": 0.0, "attention_dropout": 0.0, "masked_softmax_fusion": False,
         "tensor_model_parallel_size": tp, "sequence_parallel": sp and tp > 1,
         "use_cpu_initialization": True, "params_dtype": dtype, "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16, **more,
@@ -208,6 +209,13 @@ def one_step(model: Any, tokens: torch.Tensor | None = None) -> list[torch.Tenso
     loss = model(tokens, torch.arange(tokens.shape[1])[None], None, labels=tokens).mean()
     loss.backward()
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def overlapped() -> int:
+    """How many calls there were: some, and all of them overlapped."""
+    report = flux_megatron.report()
+    assert report.overlapped == report.total > 0, report
+    return report.total
 
 
 def assert_same(got: Any, expected: Any) -> None:

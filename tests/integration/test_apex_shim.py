@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
+import itertools
 import sys
 import types
-from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
 import side_by_side as sbs
 import torch
 from megatron.core.tensor_parallel import layers as stock
+from ranks import on_cpu_ranks
 from side_by_side import Case
 
 from flux_megatron import wgrad
@@ -25,22 +26,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@contextlib.contextmanager
-def withdrawn() -> Iterator[None]:
-    """What is provided inside is withdrawn at the end."""
-    with mock.patch.dict(vars(stock)):
-        yield
-    sys.modules.pop(NAME, None)
-
-
-@pytest.fixture(autouse=True)
-def _as_it_was():
-    with withdrawn():
-        yield
-    wgrad._apex_kernels.cache_clear()
-
-
-def test_it_is_found_wherever_megatron_looks():
+@on_cpu_ranks(1)
+def test_it_is_found_wherever_megatron_looks(rank):
     for _ in range(2):
         provide_wgrad_kernels()
         assert importlib.import_module(NAME) is SHIM
@@ -49,9 +36,9 @@ def test_it_is_found_wherever_megatron_looks():
         assert stock.fused_weight_gradient_mlp_cuda is SHIM
 
 
-def test_apex_goes_first(monkeypatch):
-    apex = types.ModuleType(NAME)
-    monkeypatch.setitem(sys.modules, NAME, apex)
+@on_cpu_ranks(1)
+def test_apex_goes_first(rank):
+    sys.modules[NAME] = apex = types.ModuleType(NAME)
     before = dict(vars(stock))
     provide_wgrad_kernels()
     assert sys.modules[NAME] is apex
@@ -70,18 +57,15 @@ def test_it_adds(main_dtype):
     assert torch.equal(sums.double(), 3 + dw)
 
 
-def test_our_layers_do_not_go_round_through_it(monkeypatch):
+@on_cpu_ranks(1)
+def test_our_layers_do_not_go_round_through_it(rank):
     """On a GPU ours look for apex and find the stand-in, which must not look again."""
-    calls = []
-    monkeypatch.setattr(
-        apex_shim, "accumulate_wgrad_by_torch", lambda *given, **named: calls.append(given)
-    )
     provide_wgrad_kernels()
     wgrad._apex_kernels.cache_clear()
     on_a_gpu = types.SimpleNamespace(is_cuda=True, dtype=torch.float32)
-    wgrad.accumulate_wgrad(on_a_gpu, torch.ones(4, 3), torch.ones(4, 2))
-    assert len(calls) == 1
-    assert calls[0][0] is on_a_gpu
+    with mock.patch.object(apex_shim, "accumulate_wgrad_by_torch") as by_torch:
+        wgrad.accumulate_wgrad(on_a_gpu, torch.ones(4, 3), torch.ones(4, 2))
+    assert [call.args[0] for call in by_torch.call_args_list] == [on_a_gpu]
 
 
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -95,24 +79,26 @@ def test_beta_0_reads_nothing(main_dtype):
 @sbs.on_tp_ranks(2)
 def test_stock_layers_fuse_without_apex(rank):
     """Two backwards: what is in main_grad is what autograd sums without fusion."""
-    cases = [(kind, sp, main) for kind in ("column", "row") for sp in (True, False)
-             for main in (torch.float32, torch.bfloat16)]  # fmt: skip
-    for kind, sp, main_dtype in cases:
-        case = Case(kind, {"skip_bias_add": True})
-        x, dy = sbs.operands(case, sp)
-        fused = sbs.settings(2, sp, torch.float32, gradient_accumulation_fusion=True)
-        if kind == "column":
-            with pytest.raises(RuntimeError, match="install APEX"):
-                sbs.build(case, False, fused)
-        with withdrawn():
-            provide_wgrad_kernels()
-            layer = sbs.build(case, False, fused)
-            layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=main_dtype)
-            for _ in range(2):
-                layer(x.float().requires_grad_())[0].backward(dy.float())
-        plain = sbs.build(case, False, sbs.settings(2, sp, torch.float32))
+
+    def learned(case: Case, config: Any, main_dtype: torch.dtype, sp: bool) -> Any:
+        layer = sbs.build(case, False, config)
+        layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=main_dtype)
+        x, dy = (t.float() for t in sbs.operands(case, sp))
         for _ in range(2):
-            plain(x.float().requires_grad_())[0].backward(dy.float())
-        assert layer.weight.grad is None
-        error = sbs.relative_error(layer.weight.main_grad, plain.weight.grad)
+            layer(x.clone().requires_grad_())[0].backward(dy)
+        return layer.weight
+
+    fusion = {"gradient_accumulation_fusion": True}
+    with pytest.raises(RuntimeError, match="install APEX"):
+        sbs.build(Case("column"), False, sbs.settings(2, True, torch.float32, **fusion))
+    provide_wgrad_kernels()
+    dtypes = (torch.float32, torch.bfloat16)
+    for kind, sp, main_dtype in itertools.product(("column", "row"), (True, False), dtypes):
+        case = Case(kind, {"skip_bias_add": True})
+        fused, plain = (
+            learned(case, sbs.settings(2, sp, torch.float32, **more), main_dtype, sp)
+            for more in (fusion, {})
+        )
+        assert fused.grad is None
+        error = sbs.relative_error(fused.main_grad, plain.grad)
         assert error < (1e-6 if main_dtype == torch.float32 else 1e-2), (kind, sp, main_dtype)

@@ -29,9 +29,7 @@ SINCE_0_15 = pytest.mark.skipif(
 
 
 def build(which: str, mask_type=CAUSAL, dtype=torch.float32, layer=1, scale=None, **more):
-    config = sbs.settings(
-        1, False, dtype, **{"hidden_size": HEADS * D, "attention_dropout": 0.0, **more},
-    )  # fmt: skip
+    config = sbs.settings(1, False, dtype, **{"hidden_size": HEADS * D, **more})
     return CLASSES[which](
         config=config, layer_number=layer, attn_mask_type=mask_type, attention_type="self",
         softmax_scale=scale,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import inspect
+import io
 import os
 import sys
 import types
@@ -16,15 +19,15 @@ import torch
 from megatron.core.extensions import transformer_engine
 from megatron.core.models import backends
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs, gpt_model
-from megatron.core.tensor_parallel import layers as stock
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.moe.experts import SequentialMLP
+from ranks import on_cpu_ranks
 from side_by_side import parse
+from test_replaced import changed, core
 
 from flux_megatron import settings
 from flux_megatron.integration import install, provider, requirements, stand_ins
-from flux_megatron.integration.apex_shim import NAME
 from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.beside import overlapped_in
 from flux_megatron.integration.flags import FluxOptions, add_flux_arguments, options_from
@@ -33,32 +36,6 @@ from flux_megatron.integration.norm import FluxNorm
 from flux_megatron.integration.provider import FluxSpecProvider
 from flux_megatron.integration.requirements import OUR_SPEC, refusals
 from flux_megatron.integration.selection import layer_of
-
-SUBSTITUTED = (
-    (backends, "LocalSpecProvider"),
-    (gpt_layer_specs, "LocalSpecProvider"),
-    (gpt_layer_specs, "LNImpl"),
-    (transformer_block, "LayerNormImpl"),
-    (gpt_model, "tensor_parallel"),
-    (stock, "_grad_accum_fusion_available"),
-    (FluxColumnParallelLinear, "save_gathered"),
-    (FluxCoreAttention, "reads_causal_masks"),
-)
-
-
-@pytest.fixture
-def _restored(monkeypatch):
-    """Whatever a test installs in this process goes when it ends."""
-    for owner, name in SUBSTITUTED:
-        monkeypatch.setattr(owner, name, getattr(owner, name))
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    monkeypatch.setattr(install, "log_at_exit", lambda: None)
-    requirements._logged.clear()
-    yield
-    sys.modules.pop(NAME, None)
-    install._output_layer.close()
-    monkeypatch.undo()
-    settings.reload()
 
 
 def test_flags_become_options():
@@ -106,10 +83,7 @@ def test_deterministic_runs_measure_nothing(mode):
 COMBINATIONS = [
     ("transformer_impl", "inference_optimized", "--transformer-impl inference_optimized"),
     ("position_embedding_type", "relative", "--position-embedding-type relative"),
-    ("spec", ["my.specs", "layer"], "--spec my.specs layer"),
     ("context_parallel_size", 2, "--context-parallel-size"),
-    ("multi_latent_attention", True, "--multi-latent-attention"),
-    ("qk_l2_norm", True, "--qk-l2-norm"),
     ("export_kd_teacher_load", "teacher", "--export-kd-teacher-load"),
     ("export_real_quant_cfg", "fp8_real_quant", "--export-real-quant-cfg"),
     ("modelopt_enabled", True, "--modelopt-enabled"),
@@ -140,36 +114,38 @@ def test_norms_of_queries_that_megatron_would_drop_are_refused(monkeypatch):
     assert not refusals(args, {})
 
 
-@pytest.mark.usefixtures("_restored")
-def test_nothing_is_installed_without_the_flag():
-    before = [getattr(owner, name) for owner, name in SUBSTITUTED]
-    args = parse()
+@on_cpu_ranks(1)
+def test_nothing_is_installed_without_the_flag(rank):
+    before, args = core(), parse()
     install.install_from(args)
-    assert [getattr(owner, name) for owner, name in SUBSTITUTED] == before
+    assert not changed(before)
     assert args.transformer_impl == "transformer_engine"
 
 
-@pytest.mark.usefixtures("_restored")
-def test_installing_twice_is_installing_once(capsys):
+@on_cpu_ranks(1)
+def test_installing_twice_is_installing_once(rank):
     args = parse("--flux-overlap", "--flux-strategy", "sequential", "--flux-save-gathered")
     args.spec, args.cuda_graph_impl, args.context_parallel_size = OUR_SPEC, "none", 1
     assert settings.get().strategy != "sequential"  # it has been read before
+    requirements._logged.clear()
+    said = io.StringIO()
     for _ in range(2):
         args.transformer_impl = "transformer_engine"  # Megatron parses anew
-        install.install_from(args)
+        with contextlib.redirect_stdout(said):
+            install.install_from(args)
         assert gpt_model.tensor_parallel.ColumnParallelLinear is stand_ins.ColumnParallelLinear
         assert gpt_layer_specs.LNImpl is transformer_block.LayerNormImpl is FluxNorm
         assert settings.get().strategy == "sequential"
         assert FluxColumnParallelLinear.save_gathered
     assert args.transformer_impl == "local"
-    assert capsys.readouterr().out.count("--transformer-impl local, not transformer_engine") == 1
+    assert said.getvalue().count("--transformer-impl local, not transformer_engine") == 1
     install.install(FluxOptions(layers=("fc1",)))
     assert gpt_model.tensor_parallel.ColumnParallelLinear is ColumnParallelLinear
 
 
-@pytest.mark.usefixtures("_restored")
 @pytest.mark.parametrize("reset", [True, False])
-def test_attention_reads_masks_where_documents_end_within_a_sample(reset):
+@on_cpu_ranks(1)
+def test_attention_reads_masks_where_documents_end_within_a_sample(rank, reset):
     args = parse("--flux-overlap")
     args.reset_attention_mask = reset
     install.install_from(args)
@@ -253,17 +229,12 @@ def spec_module(**arguments):
     training = types.ModuleType("megatron.training")
     training.get_args = lambda: types.SimpleNamespace(**{**defaults, **arguments})
     sys.modules["megatron.training"] = training
-    try:
-        import flux_megatron.specs as module
-
-        return module
-    finally:
-        sys.modules.pop("flux_megatron.specs", None)
-        del sys.modules["megatron.training"]
+    sys.modules.pop("flux_megatron.specs", None)
+    return importlib.import_module("flux_megatron.specs")
 
 
-@pytest.mark.usefixtures("_restored")
-def test_spec_is_made_of_ours_as_the_arguments_say():
+@on_cpu_ranks(1)
+def test_spec_is_made_of_ours_as_the_arguments_say(rank):
     parts = spec_module().flux_layer_spec.submodules
     attention = parts.self_attention.submodules
     assert attention.linear_qkv is stand_ins.ColumnParallelLinear
@@ -283,7 +254,8 @@ def test_spec_is_made_of_ours_as_the_arguments_say():
         ({"multi_latent_attention": True}, "--multi-latent-attention: it needs"),
     ],
 )
-def test_spec_refuses_what_it_cannot_say(arguments, refusal):
+@on_cpu_ranks(1)
+def test_spec_refuses_what_it_cannot_say(rank, arguments, refusal):
     with pytest.raises(ValueError, match=refusal):
         spec_module(**arguments)
 
@@ -343,13 +315,13 @@ def test_before_megatron_validates_its_arguments_torchrun_tells_the_ranks(monkey
     assert not overlapped_in(argparse.Namespace(**given))
 
 
-@pytest.mark.usefixtures("_restored")
 @pytest.mark.parametrize(
     ("setting", "overlap", "expected"),
     [("", True, "1"), ("", False, "0"), ("auto", True, "1"), ("0", True, "0"), ("1", False, "1")],
 )
 @pytest.mark.parametrize("way", ["flag", "spec"])
-def test_auto_is_what_the_arguments_say(setting, overlap, expected, way):
+@on_cpu_ranks(1)
+def test_auto_is_what_the_arguments_say(rank, setting, overlap, expected, way):
     os.environ.pop("FLUX_MEGATRON_BESIDE", None)
     if setting:
         os.environ["FLUX_MEGATRON_BESIDE"] = setting

@@ -48,7 +48,7 @@ def ours() -> Iterator[None]:
 
 EXPERTS = {
     "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 48,
-    "hidden_dropout": 0.0, "attention_dropout": 0.0, "add_bias_linear": False,
+    "add_bias_linear": False,
     "moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "none",
     "expert_model_parallel_size": 2,
 }  # fmt: skip

@@ -36,8 +36,7 @@ VOCAB, SEQUENCE, BATCH = 64, 8, 2
 OF_OURS, SELECTED = (f"flux_megatron.integration.{name}" for name in ("stand_ins", "selection"))
 STOCK = "megatron.core.tensor_parallel.layers"
 OURS = {ColumnParallelLinear: FluxColumnParallelLinear, RowParallelLinear: FluxRowParallelLinear}
-SHAPE = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "hidden_dropout": 0.0,
-         "attention_dropout": 0.0, "masked_softmax_fusion": False}  # fmt: skip
+SHAPE = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64}
 
 
 def t5(config: Any) -> Any:

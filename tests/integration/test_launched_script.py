@@ -76,17 +76,11 @@ def test_launcher_runs_the_script_with_the_flag(script):
     assert last == "flux_megatron: no call came to our layers, so nothing was overlapped"
 
 
-def test_launcher_says_what_is_missing(script, tmp_path, capsys):
-    lonely = tmp_path / "pretrain.py"
-    lonely.touch()
-    for wrong, said in (
-        (script.with_name("nowhere.py"), "nowhere.py: no such file"),
-        (lonely, f"no megatron.training beside {lonely}"),
-    ):
-        with pytest.raises(SystemExit) as end:
-            launcher.main([str(wrong)])
-        assert end.value.code == 2
-        assert said in capsys.readouterr().err
+def test_launcher_says_what_is_missing(script, capsys):
+    with pytest.raises(SystemExit) as end:
+        launcher.main([str(script.with_name("nowhere.py"))])
+    assert end.value.code == 2
+    assert "nowhere.py: no such file" in capsys.readouterr().err
 
 
 def test_command_passes_everything_after_the_script_on(monkeypatch):

@@ -11,7 +11,6 @@ from megatron.core import tensor_parallel
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs, gpt_model
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.torch_norm import L2Norm
 from ranks import on_cpu_ranks
 
@@ -60,16 +59,6 @@ def test_norms_of_queries_are_those_of_the_configuration(rank):
             attention = sbs.submodules_of(spec.submodules.self_attention)
             norms = {attention.q_layernorm, attention.k_layernorm}
             assert norms == {L2Norm if wanted else FluxNorm}
-
-
-@pytest.mark.parametrize("layers", ["flux", "stock"])
-def test_experts(layers):
-    column, row = CLASSES[layers]
-    parts = layer_spec(layers, num_experts=2).submodules
-    experts = sbs.submodules_of(parts.mlp).experts
-    linears = sbs.submodules_of(experts)
-    assert sbs.module_of(experts) is SequentialMLP
-    assert (linears.linear_fc1, linears.linear_fc2) == (column, row)
 
 
 def test_unknown_layers_are_refused():

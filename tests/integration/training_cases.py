@@ -199,7 +199,7 @@ FEATURES: dict[str, Feature] = {
     "gradient accumulation": Feature(microbatches=3),
     "wgrad fusion": Feature(config=FUSION, microbatches=2, quick=True),
     "wgrad fusion, tied": Feature(config=FUSION, microbatches=2, model=TIED),
-    "dropout": Feature(config={"hidden_dropout": 0.1, "attention_dropout": 0.1}),
+    "dropout": Feature(config={"hidden_dropout": 0.1, "attention_dropout": 0.1}, quick=True),
     "full recompute, uniform": Feature(config=UNIFORM, quick=True),
     "full recompute, block": Feature(config={**FULL, "recompute_method": "block"}),
     "selective recompute": Feature(
@@ -210,7 +210,7 @@ FEATURES: dict[str, Feature] = {
     "frozen weights": Feature(prepare=freeze_most, quick=True),
     "LoRA": Feature(prepare=add_lora, quick=True),
     "LoRA, wgrad fusion": Feature(prepare=add_lora, config=FUSION),
-    "variable sequence lengths": Feature(lengths=LENGTHS, steps=3, quick=True),
+    "variable sequence lengths": Feature(lengths=LENGTHS, quick=True),
     "tensor parallel over nodes": Feature(
         around=each_rank_a_node, runs="the group spans 2 nodes", quick=True
     ),
@@ -238,7 +238,7 @@ FEATURES: dict[str, Feature] = {
         **VPP, config=OVERLAPPED_P2P
     ),
     "pipeline, variable sequence lengths": Feature(
-        **PP, config=LENGTHS_BETWEEN_STAGES, lengths=LENGTHS, steps=3
+        **PP, config=LENGTHS_BETWEEN_STAGES, lengths=LENGTHS
     ),
     "pipeline, full recompute": Feature(**PP, config=UNIFORM),
     "pipeline, multi-token prediction": Feature(**PP, config=MTP, model=TIED),

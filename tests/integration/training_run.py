@@ -30,7 +30,7 @@ from flux_megatron.integration.specs import use_flux_output_layer
 from flux_megatron.lab.train.model import layer_context
 from flux_megatron.lab.train.specs import gpt_block_spec, local_spec_from
 
-VOCAB, SEQUENCE, BATCH, HIDDEN, STEPS = 64, 16, 2, 32, 2
+VOCAB, SEQUENCE, BATCH, HIDDEN, STEPS = 64, 16, 2, 32, 3
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,6 @@ class Training:
 def _config(feature: Feature, layers: str) -> Any:
     defaults = {
         "num_layers": 2, "hidden_size": HIDDEN, "ffn_hidden_size": 2 * HIDDEN,
-        "hidden_dropout": 0.0, "attention_dropout": 0.0, "masked_softmax_fusion": False,
         "pipeline_model_parallel_size": feature.pp, "fp16": feature.dtype == torch.float16,
         "virtual_pipeline_model_parallel_size": feature.vp, "context_parallel_size": feature.cp,
     }  # fmt: skip

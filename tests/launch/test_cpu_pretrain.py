@@ -13,6 +13,10 @@ pytest.importorskip("megatron")
 
 import torch
 from checkpoint_tensors import tensors
+from ranks import on_cpu_ranks
+from torch.utils.data import DataLoader
+
+from flux_megatron.lab.cpu import pretend_gpu
 
 CHECKOUT = os.environ.get("FLUX_MEGATRON_LM")
 TINY = """
@@ -33,37 +37,32 @@ def run(*words: str, folder: str | None = None) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_cuda_build_of_torch_asks_no_driver():
+@on_cpu_ranks(1)
+def test_a_cuda_build_of_torch_asks_no_driver(rank):
     """It would pin memory for a GPU, and optimizers look for the stream of the accelerator. And a
     loader draws nothing at its start: a resumed run would have other numbers than a straight one.
     """
-    program = """
-        import torch
 
-        def ask(*_, **__):
-            raise RuntimeError("Found no NVIDIA driver on your system")
+    def ask(*_, **__):
+        raise RuntimeError("Found no NVIDIA driver on your system")
 
-        cuda = torch.device("cuda")
-        torch.Tensor.pin_memory = torch.accelerator.current_stream = ask
-        torch.accelerator.is_available = lambda: torch.cuda.is_available()
-        torch.accelerator.current_accelerator = lambda check_available=False: cuda
-        from flux_megatron.lab.cpu import pretend_gpu
-
-        pretend_gpu()
-        before = torch.get_rng_state()
-        batches = torch.utils.data.DataLoader([1, 2, 3], batch_size=3, pin_memory=True)
-        assert next(iter(batches)).tolist() == [1, 2, 3]
-        assert [*torch.utils.data.DataLoader([1, 2])] == [torch.tensor([1]), torch.tensor([2])]
-        assert torch.equal(before, torch.get_rng_state())
-        assert torch.empty(2, pin_memory=True, device="cuda").shape == (2,)
-        for kind in (torch.optim.AdamW, torch.optim.SGD):
-            weight = torch.nn.Parameter(torch.ones(2))
-            optimizer = kind([weight], lr=0.1)
-            weight.grad = torch.ones(2)
-            optimizer.step()
-            assert weight[0] < 1
-    """
-    run("-c", textwrap.dedent(program))
+    cuda = torch.device("cuda")
+    torch.Tensor.pin_memory = torch.accelerator.current_stream = ask
+    torch.accelerator.is_available = lambda: torch.cuda.is_available()
+    torch.accelerator.current_accelerator = lambda check_available=False: cuda
+    pretend_gpu()
+    before = torch.get_rng_state()
+    batches = DataLoader([1, 2, 3], batch_size=3, pin_memory=True)
+    assert next(iter(batches)).tolist() == [1, 2, 3]
+    assert [*DataLoader([1, 2])] == [torch.tensor([1]), torch.tensor([2])]
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.empty(2, pin_memory=True, device="cuda").shape == (2,)
+    for kind in (torch.optim.AdamW, torch.optim.SGD):
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = kind([weight], lr=0.1)
+        weight.grad = torch.ones(2)
+        optimizer.step()
+        assert weight[0] < 1
 
 
 def test_spawned_processes_have_what_an_old_python_lacks(tmp_path):

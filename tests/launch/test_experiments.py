@@ -11,7 +11,6 @@ import yaml
 from without_torch import without_torch
 
 from flux_megatron.config_files import flat, overrides
-from flux_megatron.errors import BadInput
 from flux_megatron.launch import rules
 from flux_megatron.launch.errors import ExperimentError
 from flux_megatron.launch.experiment import load, names
@@ -60,9 +59,7 @@ RULES = [
      "1535 is not divisible by training.micro_batch x parallel.dp, 4"),
     (PAPER, {"arms.flux.training.micro_batch": 5}, "training.global_batch", "parallel.dp, 10"),
     (PAPER, {"training.warmup_steps": 30}, "training.warmup_steps", "none is left"),
-    (PAPER, {"training.micro_batch": 0}, "training.micro_batch", "greater than 0, 0 given"),
     (PAPER, {"training.seed": -1}, "training.seed", "greater than or equal to 0, -1 given"),
-    (PAPER, {"training.steps": 2**31}, "training.steps", "equal to 2147483647, 2147"),
     (PAPER, {"parallel.tp": 16, "parallel.dp": 1}, "parallel.tp", "8: arm flux overlaps only"),
     (PAPER, {"parallel.tp": 16, "parallel.dp": 1}, "parallel.tp", "8: arm te overlaps only"),
     (CPU, {"cluster.gpus_per_node": 3, "cluster.nodes": 4, "parallel.dp": 6}, "parallel.tp",
@@ -132,9 +129,7 @@ def test_all_that_is_wrong_is_reported_at_once_but_memory_of_sound_arms_alone(tm
 # --- files: text upon a base, and what is said of it
 
 FILES = {
-    "absent": (None, "No such file"),
     "a list": ("[1]", "a mapping expected, list given"),
-    "broken": ("a: [1", "not YAML"),
     "twice": ("program: train\nprogram: train", "given twice: program"),
     "twice, nested": ("training: {lr: 1, lr: 2}", "given twice: lr"),
     "no path": (f"base: [{CPU}]", "base: "),
@@ -172,7 +167,7 @@ def test_files_that_are_no_experiments(case, tmp_path):
     tiny = yaml.safe_load((CONFIGS / "models/tiny.yaml").read_text())
     put(tmp_path, "most", {key: value for key, value in tiny.items() if key != "swiglu"})
     with pytest.raises(ExperimentError) as caught:
-        load(put(tmp_path, "it", text) if text is not None else str(tmp_path / "it.yaml"))
+        load(put(tmp_path, "it", text))
     assert message in str(caught.value)
 
 
@@ -222,9 +217,6 @@ def test_overrides_are_assumptions_of_the_caller():
     for key in ("parallel.pp", "arms.te.training.recompute"):
         assert found.assumed[key] == "set by the caller"
     assert "parallel.pp" not in found.stated
-    for text in ("training.lr", "=3", "a=[1"):
-        with pytest.raises(BadInput, match="--set"):
-            overrides([text], example="")
 
 
 # --- what we ship

@@ -1,4 +1,4 @@
-"""The scripts of a launch under a pretended Slurm, and command.sh alone on a node."""
+"""command.sh of a launch, alone on a node of a pretended Slurm; a whole job is in tests/slurm."""
 
 from __future__ import annotations
 
@@ -17,38 +17,19 @@ from launched import launch
 
 from flux_megatron.launch import scripts
 
-# What the scripts call, pretended: they run what the real ones would, on one machine.
-PROGRAMS = {
-    # every node; USR1 goes to all processes of all nodes
-    "srun": """
-        while [[ $1 == --* ]]; do shift; done
-        pids=()
-        for node in 0 1; do SLURM_NODEID=$node setsid "$@" & pids+=($!); done
-        trap 'kill -USR1 -- "${pids[@]/#/-}"' USR1
-        for pid in "${pids[@]}"; do while wait "$pid"; [ $? -gt 128 ]; do :; done; done
-    """,
-    "scontrol": """
-        case "$*" in
-        "show hostnames "*) printf 'first\\nsecond\\n' ;;
-        *"show node first") echo "NodeName=first NodeAddr=10.0.0.1 NodeHostName=first" ;;
-        "requeue "*) echo "$2" >>"$WORK/requeued" ;;
-        *) exit 9 ;;
-        esac
-    """,
-    # torchrun tells its arguments, and starts one rank of its own
-    "python": """
-        case "$*" in
-        "-m flux_megatron.doctor "*) exit 0 ;;
-        "-m flux_megatron.preflight "*) exec sleep 50 ;;
-        esac
-        echo "$@" >"$WORK/ranks-$SLURM_NODEID"
-        [ "${RANK:-end}" != end ] || exit 0
-        # a launcher dies of USR1 unless it ignores it
-        (trap 'echo step_4 >"$WORK/latest"; exit 0' TERM; for _ in {1..1000}; do sleep 0.02; done) &
-        echo ready >"$WORK/ready-$SLURM_NODEID"
-        wait
-    """,
-}
+# torchrun, pretended: it tells its arguments, and starts one rank of its own
+PYTHON = """
+    case "$*" in
+    "-m flux_megatron.doctor "*) exit 0 ;;
+    "-m flux_megatron.preflight "*) exec sleep 50 ;;
+    esac
+    echo "$@" >"$WORK/ranks"
+    [ "${RANK:-end}" != end ] || exit 0
+    # a launcher dies of USR1 unless it ignores it
+    (trap 'echo step_4 >"$WORK/latest"; exit 0' TERM; for _ in {1..1000}; do sleep 0.02; done) &
+    echo ready >"$WORK/ready"
+    wait
+"""
 
 
 class Slurm:
@@ -56,10 +37,9 @@ class Slurm:
 
     def __init__(self, folder: Path) -> None:
         self.work, self.run, self.site = folder, folder / "a run", folder / "site.yaml"
-        self.arm, self.requeued = self.run / "flux", folder / "requeued"
+        self.arm = self.run / "flux"
         (folder / "bin").mkdir()
-        for name, text in PROGRAMS.items():
-            self.put(name, text)
+        self.put("python", PYTHON)
         self.site.write_text("python: python\n")
         self.launch("--arm", "flux")
 
@@ -73,20 +53,14 @@ class Slurm:
 
     def environment(self, **more: str) -> dict[str, str]:
         kept = {key: text for key, text in os.environ.items() if not key.startswith("SLURM")}
-        slurm = {"JOB_ID": "10007", "JOB_NUM_NODES": "2", "JOB_NODELIST": "some[1-2]"}
-        named = {f"SLURM_{name}": value for name, value in slurm.items()}
         path = f"{self.work / 'bin'}:{os.environ['PATH']}"
-        return kept | {"PATH": path, "WORK": str(self.work)} | named | more
+        return kept | {"PATH": path, "WORK": str(self.work)} | more
 
-    def start(self) -> subprocess.Popen[bytes]:
-        script = ["bash", str(self.run / "job.sbatch")]
-        return subprocess.Popen(script, env=self.environment(RANK="waits"))
-
-    def told(self, process: subprocess.Popen[bytes], number: int, nodes: tuple[int, ...]) -> int:
-        """The exit code of a process that gets a signal when the ranks of its nodes are ready."""
+    def told(self, process: subprocess.Popen[bytes], number: int) -> int:
+        """The exit code of a process that gets a signal when its ranks are ready."""
         try:
             deadline = time.monotonic() + 30
-            while not all((self.work / f"ready-{node}").exists() for node in nodes):
+            while not (self.work / "ready").exists():
                 assert time.monotonic() < deadline, "the ranks did not start"
                 time.sleep(0.02)
             time.sleep(0.2)  # for the rank's trap
@@ -95,36 +69,15 @@ class Slurm:
         finally:
             process.kill()
 
-    def ranks(self, node: int) -> str:
+    def ranks(self) -> str:
         """What the Python of a node was called with; empty if it was not."""
-        file = self.work / f"ranks-{node}"
+        file = self.work / "ranks"
         return file.read_text().strip() if file.exists() else ""
 
 
 @pytest.fixture
 def slurm(tmp_path):
     return Slurm(tmp_path)
-
-
-def test_a_job_from_its_script_to_the_ranks(slurm):
-    """Nodes meet at the address of the first. Near the time limit Slurm tells the batch process
-    alone: ranks save, and the job queues again.
-    """
-    (slurm.arm / "train" / "checkpoints").mkdir(parents=True)
-    (slurm.arm / "train" / "checkpoints" / "latest").symlink_to(slurm.work / "latest")
-    assert slurm.told(slurm.start(), signal.SIGUSR1, nodes=(0, 1)) == 0
-    assert slurm.requeued.read_text() == "10007\n"
-    assert (slurm.work / "latest").read_text() == "step_4\n"
-    for node in (0, 1):
-        given = slurm.ranks(node)
-        assert given.startswith("-m torch.distributed.run --nnodes=2 --nproc-per-node=2 ")
-        assert " --rdzv-backend=static --rdzv-endpoint=10.0.0.1:20007 --rdzv-id=10007-0 " in given
-        assert f" --node-rank={node} " in given
-        assert f" --log-dir={slurm.arm}/logs/node-{node} " in given
-        assert given.endswith(
-            f"-m flux_megatron.cli train --config {slurm.arm}/train.yaml --out {slurm.arm}/train"
-        )
-        assert (slurm.arm / "logs" / f"node-{node}").is_dir()
 
 
 def test_resumed_launch_goes_on(slurm):
@@ -174,7 +127,7 @@ def test_a_variable_that_does_not_arrive_ends_the_script(tmp_path, slurm, node, 
     done = node(*mode, **variables)
     assert done.returncode != 0
     assert name in done.stderr
-    assert not slurm.ranks(1)
+    assert not slurm.ranks()
 
 
 def test_examination_of_a_node_is_bounded_from_its_containers_start(tmp_path, node):
@@ -185,13 +138,20 @@ def test_examination_of_a_node_is_bounded_from_its_containers_start(tmp_path, no
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_ranks_are_bound_to_the_cpus_near_their_gpus(slurm, node, there):
+def test_ranks_are_started_and_bound_to_the_cpus_near_their_gpus(slurm, node, there):
     if there:
         slurm.put("numactl", "")
     done = node("start", "10.0.0.1:20007", **OF_SLURM)
     assert done.returncode == 0, done.stderr
-    assert ("--numa-binding=node" in slurm.ranks(1)) is there
+    given, arm = slurm.ranks(), slurm.run / "flux"
+    assert ("--numa-binding=node" in given) is there
     assert ("no numactl here" in done.stderr) is not there
+    assert given.startswith("-m torch.distributed.run --nnodes=2 --nproc-per-node=2 ")
+    assert " --rdzv-backend=static --rdzv-endpoint=10.0.0.1:20007 --rdzv-id=7-0 " in given
+    assert " --node-rank=1 " in given
+    assert f" --log-dir={arm}/logs/node-1 " in given
+    assert given.endswith(f"-m flux_megatron.cli train --config {arm}/train.yaml --out {arm}/train")
+    assert (arm / "logs" / "node-1").is_dir()
 
 
 # What scripts of conda and modules do, and may: all of it ends a shell with `set -euo pipefail`.
@@ -239,32 +199,32 @@ def test_a_line_of_a_site_that_fails_is_named_and_ends_the_job(slurm):
     error = "setup: 'module load 'of none'' of the site ended with code 127"
     assert error in done.stderr
     assert not (slurm.work / "later").exists()
-    assert not slurm.ranks(1)
+    assert not slurm.ranks()
 
 
 def test_variables_of_a_site_reach_ranks_and_no_shell(slurm):
     """Bash cannot set UID; the others are names of the script too."""
     names = {"UID": "7", "node": "3", "folder": "x y", "mode": "$(exit 3) \\ 'é'\n;"}
     show = "; ".join(f"printenv {name}" for name in names)
-    slurm.put("python", f'{{ {show}; }} >"$WORK/seen-$SLURM_NODEID"; PATH=/usr/bin:/bin')
+    slurm.put("python", f'{{ {show}; }} >"$WORK/seen"; PATH=/usr/bin:/bin')
     site_of(slurm, environment=names)
     done = start(slurm)
     assert done.returncode == 0, done.stderr
-    assert (slurm.work / "seen-1").read_text() == "".join(f"{text}\n" for text in names.values())
+    assert (slurm.work / "seen").read_text() == "".join(f"{text}\n" for text in names.values())
     assert (slurm.run / "flux" / "logs" / "node-1").is_dir()
 
 
 HANGS = """
 import os, pathlib, time
 def waits_for_another_rank():
-    pathlib.Path(os.environ["WORK"], "ready-1").touch()
+    pathlib.Path(os.environ["WORK"], "ready").touch()
     time.sleep(60)
 waits_for_another_rank()
 """
-NO_RANK = 'echo ready >"$WORK/ready-$SLURM_NODEID"; exec sleep 3'
+NO_RANK = 'echo ready >"$WORK/ready"; exec sleep 3'
 RANK = f"{sys.executable} -c {shlex.quote(HANGS)} & wait"
 ORDERS = [
-    (PROGRAMS["python"], signal.SIGUSR1, ""),
+    (PYTHON, signal.SIGUSR1, ""),
     (NO_RANK, signal.SIGUSR1, "no rank to send TERM to: "),
     (RANK, signal.SIGUSR2, "in waits_for_another_rank"),
 ]
@@ -280,6 +240,6 @@ def test_ranks_get_orders_without_pkill(slurm, node, python, order, said):
     environment = {"PATH": str(slurm.work / "bin"), "WORK": str(slurm.work), "RANK": "waits"}
     with (slurm.work / "shown").open("wb") as output:
         ranks = subprocess.Popen(script, env=environment | OF_SLURM, stderr=output)
-    assert slurm.told(ranks, order, nodes=(1,)) == 0
+    assert slurm.told(ranks, order) == 0
     assert (slurm.work / "latest").exists() is (not said)
     assert said in (slurm.work / "shown").read_text()
