@@ -33,10 +33,7 @@ def config(sp: bool, **more: Any) -> Any:
 
 def build(sp: bool, **more: Any) -> GPTModel:
     sbs.seed()
-    return GPTModel(
-        config=config(sp, **more), transformer_layer_spec=SPEC, vocab_size=VOCAB,
-        max_sequence_length=64, position_embedding_type="rope",
-    )  # fmt: skip
+    return GPTModel(config(sp, **more), SPEC, VOCAB, 64, position_embedding_type="rope")
 
 
 def with_our_norms(sp: bool, **more: Any) -> GPTModel:

@@ -185,9 +185,7 @@ def test_chosen_layers_are_ours_and_the_others_stock(rank, layers):
     # as in a real launch: fusion is on, and there is no apex
     config = sbs.settings(1, False, torch.float32, gradient_accumulation_fusion=True)
     spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
-    model = GPTModel(
-        config=config, transformer_layer_spec=spec, vocab_size=8, max_sequence_length=8
-    )
+    model = GPTModel(config, spec, vocab_size=8, max_sequence_length=8)
     assert "FluxNorm" in repr(gpt_layer_specs.LNImpl)
     assert type(model.decoder.final_layernorm).__module__ == FluxNorm.__module__
     assert sbs.ours(model) == set(OURS[layers].split())

@@ -32,8 +32,7 @@ def model(layers: str = "flux", head: bool = True, **more) -> GPTModel:
     with use_flux_output_layer():
         head_class = gpt_model.tensor_parallel.ColumnParallelLinear
         assert head_class is not ColumnParallelLinear
-        built = GPTModel(config=config, transformer_layer_spec=spec, vocab_size=8,
-                         max_sequence_length=8, **parts)  # fmt: skip
+        built = GPTModel(config, spec, vocab_size=8, max_sequence_length=8, **parts)
     if not head and parts["post_process"]:
         stock = ColumnParallelLinear(
             config.hidden_size, 8, config=config, init_method=config.init_method, bias=False

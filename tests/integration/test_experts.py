@@ -57,10 +57,8 @@ EXPERTS = {
 def build(sequence: int, **more) -> GPTModel:
     sbs.seed()
     config = sbs.settings(1, False, torch.float32, **EXPERTS, **more)
-    return GPTModel(
-        config=config, transformer_layer_spec=gpt_block_spec(config, "stock"), vocab_size=VOCAB,
-        max_sequence_length=sequence, position_embedding_type="rope",
-    )  # fmt: skip
+    spec = gpt_block_spec(config, "stock")
+    return GPTModel(config, spec, VOCAB, sequence, position_embedding_type="rope")
 
 
 def trained(rank: int, sequence: int, more: dict) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -47,8 +47,7 @@ class Provider:
     def provide_distributed_model(self, ddp_config: Any) -> list[Any]:
         config = sbs.settings(self.tensor_model_parallel_size, False, torch.float32)
         spec = get_gpt_layer_local_spec()
-        chunks = [GPTModel(config=config, transformer_layer_spec=spec, vocab_size=8,
-                           max_sequence_length=8)]  # fmt: skip
+        chunks = [GPTModel(config, spec, vocab_size=8, max_sequence_length=8)]
         for hook in self._hooks:
             chunks = hook(chunks)
         return [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]

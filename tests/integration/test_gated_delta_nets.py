@@ -90,10 +90,7 @@ def build(sp: bool, delayed: bool = False, **more: Any) -> GPTModel:
     )  # fmt: skip
     config.delay_wgrad_compute = delayed  # behind checks of what stands around the layers
     spec = specs.get_transformer_block_with_experimental_attention_variant_spec(config)
-    return GPTModel(
-        config=config, transformer_layer_spec=spec, vocab_size=VOCAB, max_sequence_length=SEQUENCE,
-        position_embedding_type="rope",
-    )  # fmt: skip
+    return GPTModel(config, spec, VOCAB, SEQUENCE, position_embedding_type="rope")
 
 
 def start() -> None:

@@ -103,9 +103,7 @@ def build(hidden: int, graphs: bool, scope: str, **more: Any) -> Any:
            "gradient_accumulation_fusion": True, **(by_te if graphs else {}), **more},
     )  # fmt: skip
     spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
-    model = GPTModel(
-        config=config, transformer_layer_spec=spec, vocab_size=VOCAB, max_sequence_length=SEQUENCE
-    )
+    model = GPTModel(config, spec, VOCAB, SEQUENCE)
     model.to(DEVICE)
     # As Megatron's training does: no hook of gradients is of a stream that a capture waits for.
     with torch.cuda.stream(torch.cuda.Stream()) if on_gpus else nullcontext():

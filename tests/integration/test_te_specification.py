@@ -309,5 +309,4 @@ def _latent_model(**more: Any) -> GPTModel:
     spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
         qk_layernorm=config.qk_layernorm, multi_latent_attention=True
     )
-    return GPTModel(config=config, transformer_layer_spec=spec, vocab_size=16,
-                    max_sequence_length=8, position_embedding_type="rope")  # fmt: skip
+    return GPTModel(config, spec, 16, 8, position_embedding_type="rope")
