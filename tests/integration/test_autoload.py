@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from ranks import FUSED, on_cpu_ranks
 
@@ -170,14 +171,9 @@ def test_a_model_with_groups_of_its_own(rank, way):
             7, force_reset_rng=True, tp_rank=rank, ep_rank=0, etp_rank=0
         )
         torch.manual_seed(7)
-        config = post.config(False, normalization="LayerNorm")
+        config, spec = post.config(False, normalization="LayerNorm"), get_gpt_layer_local_spec()
         return GPTModel(
-            config,
-            post.get_gpt_layer_local_spec(),
-            post.VOCAB,
-            64,
-            position_embedding_type="rope",
-            pg_collection=collection,
+            config, spec, post.VOCAB, 64, position_embedding_type="rope", pg_collection=collection
         )
 
     def trained(model: GPTModel) -> list[torch.Tensor]:
