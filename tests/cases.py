@@ -101,9 +101,9 @@ class Operands:
     expected: list[Tensor]
 
 
-def operands(case: Case, world_size: int) -> Operands:
+def operands(case: Case, world_size: int, device: torch.device | str = "cpu") -> Operands:
     """Small integers, the same on every rank that asks; asserts that all sums of them are exact."""
-    generator = torch.Generator().manual_seed(case.seed)
+    generator = torch.Generator(device).manual_seed(case.seed)
 
     def shards(*shape: int) -> list[Tensor]:
         return [

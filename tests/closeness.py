@@ -21,9 +21,10 @@ def small_integers(
     kept: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """Integers from -largest to largest; those that are not among the share `kept` are 0."""
-    integers = torch.randint(-largest, largest + 1, tuple(shape), generator=generator).to(dtype)
+    drawn = {"size": tuple(shape), "generator": generator, "device": generator.device}
+    integers = torch.randint(-largest, largest + 1, **drawn).to(dtype)
     if kept < 1.0:
-        integers *= torch.rand(tuple(shape), generator=generator) < kept
+        integers *= torch.rand(**drawn) < kept
     return integers
 
 

@@ -41,19 +41,6 @@ def test_what_is_supported_names_a_test_that_exists(test):
     assert exists(test)
 
 
-@pytest.mark.parametrize(
-    "test",
-    [
-        "test_graphs.py::test_nothing",
-        "test_nowhere.py::test_replays_between_eager_calls",
-        "integration/test_training_features.py::test_feature_follows_stock[flying]",
-        "attention",
-    ],
-)
-def test_a_test_that_is_not_there_is_noticed(test):
-    assert not exists(test)
-
-
 def exists(test: str) -> bool:
     """The function in the file; and in brackets a feature of training_cases.py."""
     file, _, name = test.partition("::")

@@ -103,17 +103,6 @@ def test_custom_wgrad(rank):
         assert_exact(x.grad, 2 * made.dx[rank], kind)
 
 
-@on_device_ranks(2, environment=FUSED)
-def test_gradients_of_what_is_kept_or_formed_elsewhere_are_not_differentiated_again(rank):
-    made = layer("column", 2, torch.float32, (5, 3), 7, 9, False)
-    deferred, elsewhere = {"wgrad": deferred_into([])}, {"wgrad": lambda w, dy, x: None}
-    for options in ({"save_gathered": True}, deferred, elsewhere):
-        given = mine(made, rank)
-        y = apply(made, *given, **options)
-        with pytest.raises(RuntimeError, match=r"leave wgrad .* and save_gathered"):
-            torch.autograd.grad(y.sum(), given[0], create_graph=True)
-
-
 def deferred_into(buffer: list[Tensor]) -> Deferred:
     return Deferred(lambda w, dy: buffer.append(dy))
 

@@ -21,7 +21,7 @@ from closeness import assert_exact
 from ranks import DEVICE, FUSED, here, on_device_ranks
 
 import flux_megatron
-from flux_megatron import errors, ops, pieces, settings
+from flux_megatron import errors, ops, settings
 from flux_megatron.kernels.triton_launch import Launcher, OutOfResources
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.overlap import calls
@@ -214,22 +214,6 @@ def test_a_missing_signal_is_explained_by_the_failure(rank):
         dist.barrier()
         message = str(caught.value)
     assert "rank 1 failed in the middle of a call: ZeroDivisionError: no wgrad today" in message
-
-
-@on_device_ranks(2, environment=SHORT)
-def test_errors_before_a_call_break_nothing(rank):
-    x, w = torch.ones(6, 4, device=DEVICE), torch.ones(8, 4, device=DEVICE)
-    group = dist.group.WORLD
-    scatter = pieces.start_gemm_rs(x, w, group)
-    for bad in (
-        lambda: pieces.start_gemm_rs(x, w, group),
-        lambda: ops.run_ag_gemm(x, w[:, :3].contiguous(), None, group),
-    ):
-        with pytest.raises((errors.WorkspaceError, ValueError)):
-            bad()
-    scatter.finish()
-    check(Case("gemm_rs", 3, 8, 4))
-    check(Case("ag_gemm", 6, 8, 4))
 
 
 def too_large(*given: object) -> None:

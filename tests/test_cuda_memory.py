@@ -8,7 +8,6 @@ import socket
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
 from fake_cuda_memory import DEVICE, fake
 from ranks import on_cpu_ranks
@@ -125,15 +124,3 @@ def test_ranks_share_a_gpu_only_where_they_are_told_to(rank, variable, refused):
     with fake("the one"):
         why = cuda_memory.why_not_shared(dist.group.WORLD, DEVICE)
     assert ("several ranks share a GPU" in str(why)) == refused
-
-
-def test_what_fails_in_the_driver_is_named():
-    with fake("0", "cuMemMap"), pytest.raises(RuntimeError, match=r"^cuMemMap failed: CUDA_ERROR"):
-        cuda_memory.call("cuMemMap", 0, 0, 0, 0, 0)
-
-
-def test_a_tensor_of_an_address_has_its_bytes():
-    given = torch.arange(8, dtype=torch.uint8)
-    tensor = cuda_memory._tensor(given.data_ptr(), 8, torch.device("cpu"))
-    assert torch.equal(tensor, given)
-    assert tensor.data_ptr() == given.data_ptr()

@@ -67,17 +67,6 @@ def test_exactly_this_problem_and_environment_hit(cache):
         keep(entry)
 
 
-def test_what_is_measured_again_takes_the_place_and_what_cannot_be_read_is_a_miss(cache):
-    first = keep(entry_of(PROBLEM, PLAIN))
-    assert keep(entry_of(PROBLEM, Plan("fused"))) == first
-    plan_cache.opened.cache_clear()
-    assert plans.kept(PROBLEM, CPU).plan.strategy == "fused"
-    first.write_text(first.read_text().replace('"noise_us"', '"silence_us"'))
-    plan_cache.opened.cache_clear()
-    with pytest.warns(UserWarning, match=r"left out: .*entry 0: .*noise_us"):
-        assert plans.kept(PROBLEM, CPU) is None
-
-
 def chosen(rank: int, folder: Path, entries: list[ExpertEntry]) -> dict:
     """What calls run that name no strategy; only rank 0 has entries."""
     for entry in entries if rank == 0 else ():

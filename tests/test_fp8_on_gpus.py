@@ -111,19 +111,19 @@ GL = SimpleNamespace(
 
 def test_a_tile_is_divided_by_a_power_of_two_that_e4m3_holds():
     """From the least normal number to the largest: 448 is the largest of e4m3."""
+
+    def scale_of(value: np.ndarray) -> tuple[Float32, Float32]:
+        with mock.patch.dict(hopper_epilogue.e4m3_scale.fn.__globals__, {"gl": GL}):
+            return hopper_epilogue.e4m3_scale.fn(Float32(value))
+
+    scale, inverse = scale_of(np.zeros(1, np.float32))  # nothing is held
+    assert scale.value > 0
+    assert np.isfinite(inverse.value)
     least = np.float32(2) ** np.arange(-119, 128, dtype=np.float32)
     for value in (least, least * np.float32(1.9999999)):
-        with mock.patch.dict(hopper_epilogue.e4m3_scale.fn.__globals__, {"gl": GL}):
-            scale, inverse = hopper_epilogue.e4m3_scale.fn(Float32(value))
+        scale, inverse = scale_of(value)
         divided = value * inverse.value
         assert divided.min() >= 128
         assert divided.max() < 256
         assert np.all(scale.value * inverse.value == 1)
         assert np.array_equal(np.frexp(scale.value)[0], np.full_like(scale.value, 0.5))
-
-
-def test_nothing_is_divided_into_what_fp32_cannot_hold():
-    with mock.patch.dict(hopper_epilogue.e4m3_scale.fn.__globals__, {"gl": GL}):
-        scale, inverse = hopper_epilogue.e4m3_scale.fn(Float32(np.zeros(1, np.float32)))
-    assert scale.value > 0
-    assert np.isfinite(inverse.value)

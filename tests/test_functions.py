@@ -186,6 +186,7 @@ def test_under_autocast_layers_have_the_dtypes_of_torch_s(rank):
     for name, y in made.items():
         dx, dw = torch.autograd.grad(y, (x, w), torch.ones_like(y))
         assert (y.dtype, dx.dtype, dw.dtype) == (torch.bfloat16, x.dtype, w.dtype), name
+        assert_exact(y, torch.full_like(y, 32 if name in ("row", "whole") else 16), name)
     with torch.autocast(DEVICE, torch.bfloat16):
         made = of_each_layer(x.double(), w.double())
     assert {y.dtype for y in made.values()} == {torch.float64}

@@ -8,19 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from bench_run import rows_of, run_here
 from cases import ON_HOPPER
 from closeness import assert_exact, assert_sums_exact, small_integers
-from races import agreed, measured
-from ranks import DEVICE, here, on_cpu_ranks, on_device, on_device_ranks
+from ranks import DEVICE, here, on_device, on_device_ranks
 
 import flux_megatron
 from flux_megatron import ops, pieces
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.hopper.config import TILE
 from flux_megatron.lab import reference
-from flux_megatron.lab.bench import records, runner
-from flux_megatron.lab.bench.options import Options
 from flux_megatron.lab.perf.hardware import H200
 from flux_megatron.lab.perf.linear import operator_us
 from flux_megatron.lab.perf.operator_cost import gemms_us
@@ -51,7 +47,8 @@ def operands(M, N, K_local, world_size, dtype, layout):
 
 
 @pytest.mark.parametrize(
-    ("plan", "world_size"), [("sequential", 1), *itertools.product(PLANS, (2, 3))]
+    ("plan", "world_size"),
+    [("sequential", 1), *itertools.product(PLANS, (2, 3)), ("fused", 4), ("fewest GEMMs", 8)],
 )
 @on_device_ranks("world_size")
 def test_exact(rank, plan):
@@ -59,6 +56,7 @@ def test_exact(rank, plan):
     flux_megatron.reset_report()
     results = []
     kinds = itertools.product(range(2), SIZES, (torch.float32, torch.bfloat16), ("nt", "nn"))
+    kinds = [*kinds][:: max(1, group.size() - 3)]
     for kind in kinds:  # the second turn through the other half of the workspace
         _, (M_shard, N, K_local), dtype, layout = kind
         M = M_shard * group.size()
@@ -70,17 +68,7 @@ def test_exact(rank, plan):
     for y, expected, what in results:  # all of them now: later calls leave results alone
         assert_exact(y, expected, what)
     counted = {name: count for (_, name), count in flux_megatron.report().calls.items()}
-    assert counted == {PLANS[plan].strategy: 2 * len(SIZES) * 4}
-
-
-@pytest.mark.parametrize("world_size", [4, 8])
-@on_device_ranks("world_size")
-def test_exact_of_many_ranks(rank):
-    group = dist.group.WORLD
-    for plan in PLANS.values():
-        xs, ws, expected = operands(3 * group.size(), 5, 8, group.size(), torch.bfloat16, "nt")
-        y = ops.gemm_all_reduce(xs[rank].to(DEVICE), ws[rank].to(DEVICE), group, plan=plan)
-        assert_exact(y, expected[rank], str(plan))
+    assert counted == {PLANS[plan].strategy: len(kinds)}
 
 
 def sum_of_unequal(rank: int, plans: list[Plan]) -> None:
@@ -158,18 +146,6 @@ def test_the_sums_are_on_their_way_between_start_and_finish(rank):
     assert_exact(reduction.finish(), expected[rank])
 
 
-@pytest.mark.parametrize("layout", ["nt", "nn"])  # "nn": a whole backward
-@on_device_ranks(2)
-def test_the_tuner_measures_it(rank, layout):
-    problem = Problem(Pattern.GEMM_AR, 64, 32, 64, "float32", 2, layout, device=DEVICE)
-    plans = tuner.candidates(problem, ["fused", "pipelined", "low_latency"])
-    entry = agreed(measured(problem, plans))
-    assert not entry.failed
-    assert {(one.plan.strategy, one.plan.gemms) for one in entry.measured} == {
-        ("sequential", 0), ("fused", 0), ("pipelined", 0), ("pipelined", 1), ("low_latency", 0),
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("layout", ["nt", "nn"])
 def test_at_training_sizes_every_strategy_is_measured(layout, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -178,20 +154,6 @@ def test_at_training_sizes_every_strategy_is_measured(layout, monkeypatch):
     asked = Problem(Pattern.GEMM_AR, 8192, 12288, 49152, "bfloat16", 2, layout)
     found = [plan.strategy for plan in tuner.candidates(asked, names)]
     assert [*dict.fromkeys(found)] == ["sequential", *names]
-
-
-@on_cpu_ranks(2)
-def test_the_bench_measures_it_beside_the_all_reduce(rank, tmp_path):
-    file = tmp_path / "rows.jsonl"
-    options = Options(
-        ("llama2-70b",), ("gemm_ar",), (32,), out=str(file), rounds=2, tp=2, device="cpu", scale=512
-    )
-    runner.measure_all(options, run_here(file, 512))
-    dist.barrier()
-    rows = rows_of(file)
-    right = {(row.op, row.candidate) for row in rows if row.status == records.OK}
-    names = ("gemm", "serial", "sequential", "pipelined", "fused", "auto")
-    assert right >= {(op, name) for op in ("proj", "fc2") for name in names}
 
 
 def test_an_all_reduce_is_predicted_to_take_two_trips():

@@ -10,10 +10,8 @@ import torch.distributed as dist
 from closeness import assert_exact, assert_sums_exact, small_integers
 from ranks import DEVICE, FUSED, on_device, on_device_ranks
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import checkpoint
 
-import flux_megatron
 from flux_megatron import errors
 from flux_megatron import nn as package
 from flux_megatron.nn import ColumnParallelLinear, RowParallelLinear, sharded_state_dict
@@ -197,33 +195,6 @@ def compiled(layer: Callable, backend: str = "aot_eager") -> Callable[[Tensor], 
 
 
 @on_device_ranks(2, environment=FUSED)
-def test_compile_without_a_graph_break(rank):
-    whole = integer_linear(True, torch.float32)
-    for kind, frozen in ((ColumnParallelLinear, False), (RowParallelLinear, False),
-                         (ColumnParallelLinear, True)):  # fmt: skip
-        layer = sharded(kind, whole)
-        layer.weight.requires_grad_(not frozen)
-        check(layer, whole, torch.float32, compiled(layer))
-
-
-@on_device_ranks(2, environment=FUSED)
-def test_autocast(rank):
-    """Parameters in fp32, GEMMs in bf16, gradients in fp32 again."""
-    x, dy = operands(torch.bfloat16)
-    for kind in LAYERS:
-        whole = integer_linear(True, torch.bfloat16)
-        layer, low = sharded(kind, whole), sharded(kind, whole, dtype=torch.bfloat16)
-        check(low, whole, torch.bfloat16)
-        x_local = local(layer, x.float(), "x").to(DEVICE)
-        with torch.autocast(DEVICE, torch.bfloat16):
-            y = layer(x_local)
-        assert_exact(y, low(x_local.bfloat16()), str(layer))
-        y.backward(local(layer, dy, "y").to(DEVICE))
-        for name, parameter in layer.named_parameters():
-            assert_exact(parameter.grad, getattr(low, name).grad.float(), name)
-
-
-@on_device_ranks(2, environment=FUSED)
 def test_compile_sees_autocast_a_wrong_width_and_a_whole_parameter(rank):
     layer = sharded(RowParallelLinear, integer_linear(True, torch.bfloat16))
     x = local(layer, operands(torch.float32)[0], "x").to(DEVICE)
@@ -234,20 +205,6 @@ def test_compile_sees_autocast_a_wrong_width_and_a_whole_parameter(rank):
     scale = torch.ones(3, device=DEVICE, requires_grad=True)
     compiled(package.sum_gradient, "eager")(scale).sum().backward()
     assert_exact(scale.grad, torch.full((3,), 2.0), "the sum over 2 ranks")
-
-
-@on_device_ranks(2)
-def test_fake_tensors_give_the_shapes_and_run_nothing(rank):
-    R = dist.get_world_size()
-    with FakeTensorMode():
-        block = nn.Sequential(ColumnParallelLinear(IN, OUT), RowParallelLinear(OUT, IN))
-        x = torch.empty(TOKENS, BATCH, IN, requires_grad=True)
-        hidden = block[0](x)
-        y = block[1](hidden)
-        assert (hidden.shape, y.shape) == ((TOKENS * R, BATCH, OUT // R), x.shape)
-        y.sum().backward()
-        assert all(t.grad.shape == t.shape for t in (x, *block.parameters()))
-    assert flux_megatron.report().calls == {}
 
 
 @on_device_ranks(3)

@@ -91,15 +91,6 @@ def test_another_environment_is_a_miss(tmp_path, field):
     assert cache.of_kind(KIND, here=True) == []
 
 
-def test_alone_and_beside_others_are_two_problems(tmp_path):
-    beside = replace(ENTRY, problem=replace(PROBLEM, beside=True))
-    assert plan_cache.store(tmp_path, beside) != plan_cache.store(tmp_path, ENTRY)
-    cache = opened(tmp_path)
-    assert (cache.left_out, cache.find(PROBLEM)) == ([], ENTRY)
-    assert cache.find(beside.problem) == beside
-    assert cache.of_kind(replace(KIND, beside=True), here=True) == [beside]
-
-
 def test_a_kind_has_entries_of_every_m_those_of_this_software_first(tmp_path):
     here, other = at(8192), at(64, replace(HERE, driver="1", sources="old", max_connections="8"))
     others = [replace(PROBLEM, **{field: value}) for field, value in PROBLEM_CHANGES.items()]
@@ -121,13 +112,6 @@ def test_the_first_folder_comes_first(tmp_path):
     other = replace(ENTRY, plan=PLAIN)
     plan_cache.store(mine, other)
     assert opened(mine, ours).find(PROBLEM) == other
-
-
-def test_a_file_holds_many_entries_one_a_line(tmp_path):
-    file = tmp_path / "h200" / "gpt3.json"
-    plan_cache.write_file(file, [at(M) for M in (1024, 2048, 4096)])
-    assert len(file.read_text().splitlines()) == 5
-    assert [entry.problem.M for entry in opened(tmp_path).entries] == [1024, 2048, 4096]
 
 
 def write_many(folder: Path, job: int) -> None:

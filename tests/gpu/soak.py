@@ -17,6 +17,8 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -51,7 +53,7 @@ class Soak:
         self._graph_share = graphs if device.type == "cuda" else 0.0
         self.kinds = kinds
         self.wrong = torch.zeros(len(kinds), dtype=torch.int64, device=device)
-        self._operands = [Operands(kind, seed, group, device) for kind in kinds]
+        self._operands = [Operands(kind, group, device) for kind in kinds]
         for number in range(len(kinds)):  # memory grows here, and kernels are compiled
             self._call(number)
         self._graphs = [self._captured(n) for n in range(len(kinds))] if self._graph_share else []
@@ -77,7 +79,7 @@ class Soak:
         replay = self._order.random() < self._graph_share
         if self._lateness.random() < LATE:
             self._be_late(self._lateness.uniform(0, LATEST_S))
-        plan = self.kinds[number].plan
+        plan = self.kinds[number].case.plan
         self.calls[plan.strategy if plan else "chosen"] += 1
         if replay:
             self._graphs[number].replay()
@@ -135,26 +137,36 @@ def main(
     kinds: int = 64, small: bool = False, portable: bool = False,
 ) -> None:  # fmt: skip
     """Run on the ranks of torchrun. Each kind is called once before the random calls begin."""
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
+    with joined() as device:
+        row = soak(
+            dist.group.WORLD, device, calls=calls, seconds=seconds, seed=seed, graphs=graphs,
+            count=kinds, small=small, portable=portable,
+        )  # fmt: skip
+        printed(row)
+    if row["failures"]:
+        raise SystemExit(1)
+
+
+@contextmanager
+def joined() -> Iterator[torch.device]:
+    """The ranks of torchrun have a group; the device of this one."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
     else:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-    group = dist.group.WORLD
-    assert group is not None
-    row = soak(
-        group, device, calls=calls, seconds=seconds, seed=seed, graphs=graphs, count=kinds,
-        small=small, portable=portable,
-    )  # fmt: skip
-    if group.rank() == 0:
-        print(json.dumps(row), flush=True)
+    yield device
     dist.barrier()
     dist.destroy_process_group()
-    if row["failures"]:
-        raise SystemExit(1)
+
+
+def printed(row: dict) -> None:
+    """By rank 0."""
+    if dist.get_rank() == 0:
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ ends the run.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import sys
@@ -35,6 +34,7 @@ import torch.distributed as dist
 from cases import Case, check, operands
 from closeness import assert_exact
 from ranks import DEVICE, here
+from soak import joined, printed
 from torch.distributed import ProcessGroup
 from triton.runtime.errors import OutOfResources
 
@@ -199,18 +199,8 @@ def soak_groups(rounds: int, seed: int = 0, seconds: float = 3600.0) -> dict:
 
 def main(rounds: int = 300, seed: int = 0, seconds: float = 3600.0) -> None:
     """Run on the ranks of torchrun."""
-    if DEVICE == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-    row = soak_groups(rounds, seed, seconds)
-    if dist.get_rank() == 0:
-        print(json.dumps(row), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined():
+        printed(soak_groups(rounds, seed, seconds))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import cases
 import torch
-from closeness import assert_sums_exact
+from cases import Case
+from closeness import small_integers
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -19,44 +21,30 @@ from flux_megatron import ops, pieces
 from flux_megatron.dispatch import decide
 from flux_megatron.kernels.hopper import config as hopper_config
 from flux_megatron.kernels.hopper.split_tiles import K_TILES_MIN
-from flux_megatron.lab import reference
 from flux_megatron.overlap import calls, hopper, registry
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PIECES = {"ag_gemm": 6, "row backward": 3, "gemm_rs": 7, "column backward": 4}
+GATHERS = ("ag_gemm", "row backward")
 TILES = [Tile(16, 32, 32), Tile(64, 64, 32, group_m=2)]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """`M_shard, N, K` are those of the GEMM on one rank. Plan None: what the library chooses."""
+    """A case without a plan is called by what the library chooses."""
 
-    number: int
     piece: str
-    M_shard: int
-    N: int
-    K: int
-    dtype: torch.dtype
-    layout: str
-    bias: bool
-    plan: Plan | None
-
-    @property
-    def gathers(self) -> bool:
-        return self.piece in ("ag_gemm", "row backward")
+    case: Case
 
     def problem(self, world_size: int, device: str) -> Problem:
-        return Problem(
-            pattern=Pattern.AG_GEMM if self.gathers else Pattern.GEMM_RS,
-            M=world_size * self.M_shard,
-            N=self.N * (world_size if self.gathers else 1),
-            K=self.K * (1 if self.gathers else world_size),
-            dtype=str(self.dtype).removeprefix("torch."),
-            world_size=world_size,
-            layout=self.layout,
-            device=device,
-        )
+        one = self.case
+        rows = one.M_shard * (1 if one.pattern == "ag_gemm" else world_size)
+        dtype = str(one.dtype).removeprefix("torch.")
+        return Problem.of_operands(
+            Pattern(one.pattern), rows, one.N_local, one.K_local, dtype, world_size, one.layout,
+            device,
+        )  # fmt: skip
 
 
 def kinds(
@@ -66,40 +54,47 @@ def kinds(
     `portable`: none runs a kernel for Hopper alone. `RuntimeError` if `hopper` cannot run on a
     Hopper GPU.
     """
-    draws = ((number, random.Random(f"{seed} {number}")) for number in range(count))
-    return [_kind(number, draw, world_size, device, small, portable) for number, draw in draws]
+    return [_kind(number, seed, world_size, device, small, portable) for number in range(count)]
 
 
 def _kind(
-    number: int, draw: random.Random, world_size: int, device: str, small: bool, portable: bool
+    number: int, seed: int, world_size: int, device: str, small: bool, portable: bool
 ) -> Kind:
+    draw = random.Random(f"{seed} {number}")
     (piece,) = draw.choices([*PIECES], [*PIECES.values()])
-    layout = {"row backward": "nn", "column backward": "nn"}.get(piece) or draw.choice(["nt", "nn"])
-    common = {"number": number, "piece": piece, "layout": layout}
-    common["bias"] = piece == "ag_gemm" and draw.random() < 0.5
+    bias, forward = piece == "ag_gemm" and draw.random() < 0.5, piece in ("ag_gemm", "gemm_rs")
+    common = {
+        "pattern": "ag_gemm" if piece in GATHERS else "gemm_rs",
+        "layout": draw.choice(["nt", "nn"]) if forward else "nn",
+        "bias": bias, "seed": 1000 * seed + number,
+    }  # fmt: skip
     if number % 2 and not portable and on_hopper(device):
-        kind = _hopper_kind(draw, world_size, common, small)
-        if reason := hopper.supports(kind.problem(world_size, device)):
-            raise RuntimeError(
-                f"a Hopper GPU, but `hopper` cannot run {kind.problem(world_size, device)}: "
-                f"{reason}; --portable leaves it out"
-            )
-        return kind
+        case = _hopper_case(piece, draw, world_size, common, small)
+    else:
+        case = _portable_case(number, draw, device, common, small, portable)
+    terms = case.K_local * (1 if piece in GATHERS else world_size)
+    return Kind(piece, replace(case, kept=min(1.0, 1.5 * (60 / terms) ** 0.5)))  # sums near 60
+
+
+def _portable_case(
+    number: int, draw: random.Random, device: str, common: dict, small: bool, portable: bool
+) -> Case:
     # interpreted kernels take milliseconds a tile
     rows, columns = (400, 300) if device == "cuda" else (24, 24)
-    kind = Kind(
-        **common,
-        M_shard=draw.randint(1, rows) * (1 if small or number % 12 else 5),  # a large one at times
-        N=draw.randint(1, columns),
-        K=draw.randint(1, 30),
-        dtype=draw.choice(DTYPES),
-        plan=None,
-    )
-    plans = [*_plans(draw, kind.M_shard), *([] if portable else [None])]
-    if not kind.gathers:
-        band = 1 + kind.M_shard // 3
-        plans.append(Plan("signalled", tile=TILES[0], group_rows=(band, band), comm_sms=8))
-    return replace(kind, plan=draw.choice(plans))
+    M_shard = draw.randint(1, rows) * (1 if small or number % 12 else 5)  # a large one at times
+    third = 1 + M_shard // 3
+    comm_rows = draw.choice([0, 7, 24, third])
+    plans = [
+        *(Plan("fused", comm_rows=comm_rows, tile=tile) for tile in TILES),
+        Plan("pipelined", comm_rows=comm_rows), Plan("pipelined", gemms=2), Plan("sequential"),
+        *([] if portable else [None]),
+    ]  # fmt: skip
+    if common["pattern"] == "gemm_rs":
+        plans.append(Plan("signalled", tile=TILES[0], group_rows=(third, third), comm_sms=8))
+    return Case(
+        M_shard=M_shard, N_local=draw.randint(1, columns), K_local=draw.randint(1, 30),
+        dtype=draw.choice(DTYPES), plan=draw.choice(plans), **common,
+    )  # fmt: skip
 
 
 def on_hopper(device: str) -> bool:
@@ -107,96 +102,67 @@ def on_hopper(device: str) -> bool:
     return device == "cuda" and torch.cuda.get_device_capability()[0] == 9
 
 
-def _plans(draw: random.Random, M_shard: int) -> Iterator[Plan]:
-    rows = draw.choice([0, 7, 24, 1 + M_shard // 3])
-    for tile in TILES:
-        yield Plan("fused", comm_rows=rows, tile=tile)
-    yield Plan("pipelined", comm_rows=rows)
-    yield Plan("pipelined", gemms=2)
-    yield Plan("sequential")
-
-
-def _hopper_kind(draw: random.Random, world_size: int, common: dict, small: bool) -> Kind:
-    gathers = common["piece"] in ("ag_gemm", "row backward")
+def _hopper_case(
+    piece: str, draw: random.Random, world_size: int, common: dict, small: bool
+) -> Case:
+    gathers = piece in GATHERS
     a_chunk_each = K_TILES_MIN * (world_size - 1) * hopper_config.TILE.block_k
     Ks = [64, 72, 520, 2056] if gathers else [64, 520, *range(a_chunk_each, a_chunk_each + 24, 8)]
     most = 1 if small else draw.choice([1, 1, 1, 3])
-    kind = Kind(
-        **common,
+    case = Case(
         M_shard=draw.choice([128, 256, 384] if gathers else [1, 37, 128, 200, 333]) * most,
-        N=draw.choice([128, 136, 520, 1000]) * most,
-        K=draw.choice(Ks),
-        dtype=draw.choice([torch.bfloat16, torch.float16]),
-        plan=None,
-    )
-    problem = kind.problem(world_size, "cuda")
+        N_local=draw.choice([128, 136, 520, 1000]) * most, K_local=draw.choice(Ks),
+        dtype=draw.choice([torch.bfloat16, torch.float16]), **common,
+    )  # fmt: skip
+    problem = Kind(piece, case).problem(world_size, "cuda")
+    if reason := hopper.supports(problem):
+        raise RuntimeError(
+            f"a Hopper GPU, but `hopper` cannot run {problem}: {reason}; --portable leaves it out"
+        )
     plan = draw.choice([hopper.default_plan(problem), *hopper.candidates(problem)])
     if not gathers:
         plan = replace(plan, transport=draw.choice(["sm", "copy_engine"]))
-    rows = draw.choice([0, plan.comm_rows, 64, 1 + kind.M_shard // 3])
-    return replace(kind, plan=replace(plan, comm_rows=rows))
+    rows = draw.choice([0, plan.comm_rows, 64, 1 + case.M_shard // 3])
+    return replace(case, plan=replace(plan, comm_rows=rows))
 
 
 class Operands:
     """This rank's operands of a kind, and its results; all sums of them are exact."""
 
-    def __init__(self, kind: Kind, seed: int, group: ProcessGroup, device: torch.device) -> None:
-        self.kind, self.group = kind, group
-        self._draw = torch.Generator(device).manual_seed(1000 * seed + kind.number)
-        self._device, ranks, rank = device, range(group.size()), group.rank()
-        self._sum = kind.K * (1 if kind.gathers else group.size())
-        rows = kind.M_shard * (1 if kind.gathers else group.size())
-        x = [self._integers(rows, kind.K) for _ in ranks]
-        w = [self._integers(kind.K, kind.N) for _ in ranks]
-        bias = [self._integers(kind.N) for _ in ranks]
-        layer_x = [self._integers(kind.M_shard, kind.N) for _ in ranks]
-        if kind.gathers:
-            self.gathered = torch.cat(x)
-            assert_sums_exact(self.gathered, w[rank], extra=1)
-            own_bias = [bias[rank]] if kind.bias else None
-            self.y = reference.all_gather_gemm(x, [w[rank]], "nn", own_bias)[0]
-        else:
-            self.gathered = torch.cat(layer_x)
-            assert_sums_exact(torch.cat(x, 1), torch.cat(w))
-            self.y = reference.gemm_reduce_scatter(x, w, "nn")[rank]
-        self.x, self.layer_x = x[rank], layer_x[rank]
-        self.bias = bias[rank] if kind.bias else None
-        self.w = w[rank].t().contiguous() if kind.layout == "nt" else w[rank]
-
-    def _integers(self, *shape: int) -> Tensor:
-        """-1, 0 and 1, so many that a sum of terms stays near 60."""
-        kept = min(2 / 3, (60 / self._sum) ** 0.5)
-        chance = torch.rand(shape, generator=self._draw, device=self._device)
-        return ((chance < kept / 2).int() - (chance > 1 - kept / 2).int()).to(self.kind.dtype)
+    def __init__(self, kind: Kind, group: ProcessGroup, device: torch.device) -> None:
+        self.kind, self.group, case = kind, group, kind.case
+        given, rank = cases.operands(case, group.size(), device), group.rank()
+        self.x, self.w, self.y = given.x[rank], given.w[rank], given.expected[rank]
+        self.bias = given.bias[rank] if given.bias else None
+        made = torch.Generator(device).manual_seed(case.seed)
+        of_ranks = given.x
+        if kind.piece == "column backward":
+            shape = case.M_shard, case.N_local
+            of_ranks = [small_integers(shape, case.dtype, made) for _ in given.x]
+        self.rows, self.gathered = of_ranks[rank], torch.cat(of_ranks)
 
     def call(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Make the call; pairs of what it gives and what it must give, to be compared at once."""
-        kind, group = self.kind, self.group
-        if kind.piece == "gemm_rs":
-            scatter = pieces.start_gemm_rs(
-                self.x, self.w, group, layout=kind.layout, plan=kind.plan
-            )
-            yield scatter.finish(), self.y
-        elif kind.piece == "column backward":
-            yield from self._column_backward()
+        given = {"layout": self.kind.case.layout, "plan": self.kind.case.plan}
+        if self.kind.piece == "gemm_rs":
+            yield pieces.start_gemm_rs(self.x, self.w, self.group, **given).finish(), self.y
+        elif self.kind.piece == "column backward":
+            yield from self._column_backward(given["plan"])
         else:
             borrowed: list[Tensor] = []
-            y = ops.run_ag_gemm(
-                self.x, self.w, self.bias, group, layout=kind.layout, plan=kind.plan,
-                consume=(lambda rows: borrowed.append(rows.clone()))
-                if kind.piece == "row backward" else None,
-            )  # fmt: skip
-            yield y, self.y
+            if self.kind.piece == "row backward":
+                given["consume"] = lambda rows: borrowed.append(rows.clone())
+            yield ops.run_ag_gemm(self.x, self.w, self.bias, self.group, **given), self.y
             for rows in borrowed:
                 yield rows, self.gathered
 
-    def _column_backward(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _column_backward(self, plan: Plan | None) -> Iterator[tuple[Tensor, Tensor]]:
         """`pieces.start_gather_and_gemm_rs` by the plan of the kind: x gathered, dy scattered."""
-        decision = decide(Pattern.GEMM_RS, self.x, self.w, None, self.group, "nn", self.kind.plan)
+        decision = decide(Pattern.GEMM_RS, self.x, self.w, None, self.group, "nn", plan)
         decision.count()
         space = decision.workspace
         plan = decision.gather_plan()
-        gather = calls.start_gather(registry.gather_rows(plan), self.layer_x, plan, space)
+        gather = calls.start_gather(registry.gather_rows(plan), self.rows, plan, space)
         scatter = calls.start(decision.build, self.x, self.w, "nn", decision.plan, space)
         rows = gather.complete()
         torch.mm(self.x.t(), rows)  # wgrad
