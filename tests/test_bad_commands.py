@@ -273,10 +273,11 @@ app()
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    "words", ["--version", "doctor --help", "launch cpu/tiny --dry-run", PAPER, f"{PAPER} --json -"]
-)
+    ("words", "unbuffered"),
+    [("--version", ""), ("doctor --help", "1"), ("launch cpu/tiny --dry-run", ""), (PAPER, "1"),
+     (f"{PAPER} --json -", "")],
+)  # fmt: skip
 def test_a_stdout_that_cannot_be_written_is_said_in_one_line(words, unbuffered, folder):
     """A full disk, also where the text would only be written when Python ends; and a pipe that
     nobody reads any more, of which nothing is said.

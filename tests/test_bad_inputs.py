@@ -130,18 +130,12 @@ def test_different_shapes_are_reported_to_every_rank(rank):
     check(Case("ag_gemm", 3, 5, 4))
 
 
-@on_device_ranks(2, environment=SHORT)
-def test_different_operations_are_reported_to_every_rank(rank):
-    call = partial(BOTH[rank], tensor(6, 4), tensor(5, 4), dist.group.WORLD)
-    said, _ = seconds_until(errors.ProblemMismatch, call)
-    assert "rank 0: ag_gemm" in said
-    assert "rank 1: gemm_rs" in said
-    check(Case("ag_gemm", 3, 5, 4))
+BY = [(0, "fused"), (1, "fused")]  # rank 0 or 1 is late
+if DEVICE == "cpu":  # on GPUs the whole device is waited for, which NCCL would hold
+    BY += [(0, "pipelined"), (1, "signalled"), (0, "sequential")]
 
 
-# on GPUs the whole device is waited for, which NCCL would hold
-@pytest.mark.parametrize("strategy", STRATEGIES[1:] if DEVICE == "cpu" else ["fused"])
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize(("late", "strategy"), BY)
 @on_device_ranks(RANKS, environment=LONG | {"FLUX_MEGATRON_STRATEGY": "{strategy}"})
 def test_known_calls_in_another_order_are_reported_to_every_rank(rank, late):
     mine, theirs = (9, 6) if rank == 1 else (6, 9)
@@ -223,29 +217,15 @@ def test_a_missing_signal_is_explained_by_a_refusal(rank):
     dist.barrier()
 
 
-@pytest.mark.parametrize("pattern", ["ag_gemm", "gemm_rs"])
-@on_device_ranks(3, environment=SHORT | FUSED)
-def test_a_rank_that_never_comes_is_named(rank, pattern):
-    case = Case(pattern, 3, 5, 4)
-    check(case)
-    if rank == 2:
-        time.sleep(4)
-        return
-    said, seconds = seconds_until(errors.SignalTimeout, lambda: check(case))
-    assert "waited 2 s for communication tile 0 of rank 2: epoch 2 expected, 1 seen" in said
-    assert 1.9 < seconds < 4
-
-
-@pytest.mark.parametrize(("asking", "most_s"), [(1, 3.5), (2, 4)])
 @on_device_ranks(3, environment=SHORT)
-def test_ranks_that_never_ask_are_named_within_one_time_limit(rank, asking, most_s):
+def test_ranks_that_never_ask_are_named_within_one_time_limit(rank):
     check(Case("ag_gemm", 3, 5, 4))
-    if rank >= asking:
+    if rank:
         time.sleep(4)
         return
     said, seconds = seconds_until(errors.ProblemMismatch, lambda: check(Case("ag_gemm", 3, 5, 6)))
-    assert "; ".join(f"rank {other}: no answer" for other in range(asking, 3)) in said
-    assert 1.9 < seconds < most_s
+    assert "rank 1: no answer; rank 2: no answer" in said
+    assert 1.9 < seconds < 3.5
 
 
 @on_device_ranks(2, environment=FUSED)

@@ -179,7 +179,6 @@ def test_what_a_region_knows_of_shapes_is_bounded(rank):
 
 @on_device_ranks(2)
 def test_what_is_kept_does_not_grow_with_the_number_of_shapes(rank):
-    """Calls of ever more rows, then of fewer in any order: how much is kept of them."""
     group, plan = dist.new_group([0, 1]), Plan("pipelined")
     with mock.patch.object(spaces, "SHAPES", KEPT):
         space = workspace(group, here())

@@ -108,23 +108,6 @@ def test_a_rank_that_does_not_go_on_after_its_error_is_late(rank):
     dist.barrier()
 
 
-@on_device_ranks(2, environment=SHORT)
-def test_a_rank_that_makes_another_call_after_its_error_is_told_so(rank):
-    check(Case("gemm_rs", 5, 7, 3))
-    check(Case("ag_gemm", 6, 8, 4))
-    middle = _layers(rank, "column")
-    with pytest.raises(ZeroDivisionError) if rank else nullcontext():
-        middle()
-    dist.barrier()
-    x, w = (torch.ones(s, device=DEVICE) for s in ((6, 4), (8, 4)))
-    call = ops.gemm_reduce_scatter if rank else ops.all_gather_gemm
-    kinds = errors.ProblemMismatch, errors.GroupBroken, errors.SignalTimeout
-    with pytest.raises(kinds) as caught:  # noqa: PT012, the second on GPUs
-        call(x, w, dist.group.WORLD)
-        flux_megatron.synchronize()
-    assert "different calls" in str(caught.value) or "agree on the call" in str(caught.value)
-
-
 def _no_memory(*given: object, **options: object) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -282,7 +265,7 @@ def test_a_kernel_that_one_gpu_cannot_hold_is_a_late_rank_to_the_other(rank):
     assert "rank 0 of group 0 waited 2 s" in text
 
 
-@on_device_ranks(2, environment=SHORT)
+@on_device_ranks(2, environment=FUSED | {"FLUX_MEGATRON_TIMEOUT_S": "3"})
 def test_after_one_wait_ran_out_of_time_no_other_waits(rank):
     """A host that does not look, as one that enqueues ahead of a GPU; rank 1 has gone."""
     group = dist.group.WORLD
@@ -291,7 +274,7 @@ def test_after_one_wait_ran_out_of_time_no_other_waits(rank):
         check(case, group)
     x, w, six = (torch.ones(rows, 4, device=DEVICE) for rows in (3, 5, 6))
     if rank == 1:
-        time.sleep(12)
+        time.sleep(7)
         return
     started = time.monotonic()
     with mock.patch.object(Status, "late", return_value=""):
@@ -300,9 +283,9 @@ def test_after_one_wait_ran_out_of_time_no_other_waits(rank):
             ops.gemm_reduce_scatter(six, w, group)
     with pytest.raises(errors.SignalTimeout) as caught:
         flux_megatron.synchronize()
-    assert 5.9 < time.monotonic() - started < 10, "twelve calls wait as long as one"
+    assert 2.9 < time.monotonic() - started < 6.5, "twelve calls wait as long as one"
     first = str(caught.value)
-    assert "rank 0 of group 0 waited 6 s for communication tile 0 of rank 1: epoch 2 exp" in first
+    assert "rank 0 of group 0 waited 3 s for communication tile 0 of rank 1: epoch 2 exp" in first
     for case in cases:
         text = refused(errors.SignalTimeout, lambda case=case: check(case, group))
         assert text.partition(" (")[0] == first.partition(" (")[0], "only the first is reported"

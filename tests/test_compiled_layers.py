@@ -5,6 +5,7 @@ and what torch's own checks say about their operators.
 from __future__ import annotations
 
 import importlib
+import itertools
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -311,18 +312,12 @@ def test_opcheck_of_layers(rank):
     main_grad, dy = torch.zeros_like(w), torch.ones(4, BATCH, N, device=DEVICE)
     check = partial(torch.library.opcheck, test_utils=CHEAP)
     torch.library.opcheck(operators.linear, ("column", x, w, None, name, 1, bias, False))
-    for into in (None, main_grad):
-        for keep in (False, True):
-            check(operators.linear, ("column", x, w, into, name, 1, bias, keep))
-        check(operators.linear, ("row", x, w, into, name, 1, None, False))
-        check(operators.linear, ("local", x, w, into, name, 1, bias, False))
-        check(operators.linear, ("local", x, w, into, "", 1, None, False))
-        check(operators.linear, ("whole", x, w, into, name, 1, None, False))
-    for layer in ("column", "row", "local"):
-        needs = [True, True, layer != "row"]
-        given = (layer, dy, x.detach(), w.detach(), name, 1, False, needs)
-        for into in (None, main_grad):
-            check(operators._backward, (into, *given))
+    for into, layer in itertools.product((None, main_grad), ("column", "row", "local", "whole")):
+        of_layer = bias if layer in ("column", "local") else None
+        check(operators.linear, (layer, x, w, into, name, 1, of_layer, layer == "column"))
+        if layer != "whole":
+            given = layer, dy, x.detach(), w.detach(), name, 1, False
+            check(operators._backward, (into, *given, [True, True, layer != "row"]))
     check(operators.sum_over_group, (x.detach(), name))
     with mock.patch.object(norm, "INTERPRET", True):
         gain = torch.ones(K, device=DEVICE, requires_grad=True)

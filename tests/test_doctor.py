@@ -224,20 +224,14 @@ def test_ranks_that_cannot_open_each_others_memory_are_reported(monkeypatch):
     assert "/proc/4194305/fd/" in finding.text
 
 
-def test_only_what_is_missing_is_said_when_asked_to_be_quiet(monkeypatch):
-    monkeypatch.setattr(
-        doctor, "PROBES", (lambda wanted: [Finding("a", "ok", "b"), Finding("c", "note", "d")],)
-    )
+def test_findings_are_lines_or_json_and_quietly_only_what_is_missing(tmp_path, monkeypatch, capsys):
+    two = [Finding("a", "ok", "b"), Finding("c", "note", "d")]
+    monkeypatch.setattr(doctor, "PROBES", (lambda wanted: two,))
+    lines, file = ["ok", "a", "b", "note", "c", "d"], tmp_path / "found" / "doctor.json"
     assert run("--quiet") == ""
-    assert run().split() == ["ok", "a", "b", "note", "c", "d"]
-    assert [row["status"] for row in json.loads(run("--json", "-"))] == ["ok", "note"]
-
-
-def test_json_goes_to_a_file_beside_the_lines(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "PROBES", (lambda wanted: [Finding("a", "ok", "b")],))
-    file = tmp_path / "found" / "doctor.json"
-    assert run("--json", str(file)).split() == ["ok", "a", "b"]
-    assert [row["status"] for row in json.loads(file.read_text())] == ["ok"]
+    assert run().split() == run("--json", str(file)).split() == lines
+    for text in (run("--json", "-"), file.read_text()):
+        assert [row["status"] for row in json.loads(text)] == ["ok", "note"]
     with pytest.raises(SystemExit):
         run("--json", str(tmp_path))
     said = f"{tmp_path}: is a directory; a file that can be written expected"

@@ -164,6 +164,9 @@ def test_another_strategy_says_once_that_it_sends_no_e4m3(rank):
 
 @on_device_ranks(2)
 def test_ranks_that_differ_in_the_wire_are_refused(rank):
+    """And in their results."""
+    with pytest.raises(errors.ProblemMismatch, match=r"to bfloat16.*to float16"):
+        Layer("gemm_rs", SHAPES[0], E4M3, OUT[rank]).call(None)
     os.environ["FLUX_MEGATRON_FP8_WIRE"] = str(rank)
     settings.reload()
     with pytest.raises(errors.ProblemMismatch, match="e4m3 on the wire"):
@@ -321,12 +324,6 @@ def test_every_rank_refuses_misuse_and_the_group_still_works(rank):
         ([ops.gemm_all_reduce, pieces.start_gemm_rs], (x, w), {}, "without scales"),
     ])  # fmt: skip
     Layer("gemm_rs", (16, 16, 16), E4M3, torch.bfloat16).check(PLANS[1])
-
-
-@on_device_ranks(2)
-def test_ranks_with_other_results_are_told(rank):
-    with pytest.raises(errors.ProblemMismatch, match=r"to bfloat16.*to float16"):
-        Layer("gemm_rs", (16, 16, 16), E4M3, OUT[rank]).call(None)
 
 
 @pytest.mark.parametrize("blockwise", [False, True])

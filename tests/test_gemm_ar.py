@@ -128,7 +128,6 @@ def test_hopper_needs_a_row_for_each_rank(M, R, fewer, monkeypatch):
 
 @on_device_ranks(2)
 def test_the_sums_are_on_their_way_between_start_and_finish(rank):
-    """Between start and finish the sums are under way, and another layer's calls may run."""
     group = dist.group.WORLD
     xs, ws, expected = operands(6, 5, 8, group.size(), torch.float32, "nn")
     x, w = xs[rank].to(DEVICE), ws[rank].to(DEVICE)

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -50,18 +49,6 @@ def test_a_destroyed_group_keeps_no_symmetric_memory(rank):
         dist.destroy_process_group(group)
     assert held[0][0] == 1
     assert held == held[:1] * 4
-
-
-@on_device_ranks(4, environment=PIPELINED)
-def test_groups_that_have_grown_differently_meet_in_a_larger_one(rank):
-    """Ranks have made memory a different number of times before it."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    everybody = dist.new_group([0, 1, 2, 3])
-    for M_shard in ((5, 300, 1200), (1200, 5, 300))[rank // 2]:
-        check(replace(SCATTER, M_shard=M_shard), pairs[rank // 2])
-    for case in (GATHER, SCATTER):
-        check(case, everybody)
-        check(case, pairs[rank // 2])
 
 
 @pytest.mark.parametrize("strategy", ["pipelined", "signalled"])

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 import flux_megatron
+from flux_megatron import ops
 from flux_megatron.lab.reference import all_gather_gemm
 from flux_megatron.nn import functions
 from flux_megatron.nn.functions import column_parallel_linear, local_linear, row_linear
@@ -113,6 +114,8 @@ def test_an_empty_micro_batch(rank):
         check(made, rank, "x")
     x, w = (torch.ones(s, device=here(), requires_grad=True) for s in ((0, 3, 16), (8, 16)))
     group = dist.group.WORLD
+    for operation in ops.OPERATIONS.values():
+        assert operation(x.detach()[:, 0], w.detach(), group).shape == (0, 8)
     for y in (row_linear(x, w, group=group), local_linear(x, w, None, allreduce_group=group)):
         assert y.shape == (0, 3, 8)
         y.sum().backward()

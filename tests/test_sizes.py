@@ -97,8 +97,10 @@ def test_tiles_beyond_2_31_elements():
     assert torch.equal(y[-16:, -16:], x[-16:, -16:])
 
 
-@pytest.mark.parametrize("calls", [2**31 - 1, 2**31, 2**31 + 1, 2**32 + 1])
-@pytest.mark.parametrize("pattern", ["ag_gemm", "gemm_rs"])
+@pytest.mark.parametrize(
+    ("pattern", "calls"),
+    [("ag_gemm", 2**31 - 1), ("gemm_rs", 2**31), ("ag_gemm", 2**31 + 1), ("gemm_rs", 2**32 + 1)],
+)
 @on_device_ranks(2)
 def test_slots_unused_for_2_31_calls_announce_nothing(rank, pattern, calls):
     """Three communication tiles a call, one for very long, and three again, which come late."""
