@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -18,6 +19,7 @@ from flux_megatron.kernels.hopper.config import DEEP, LOW, TILES
 from flux_megatron.lab import reference
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Tile, own_fields
+from flux_megatron.symm.space import Workspace
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,16 @@ def check(case: Case, group: ProcessGroup | None = None) -> None:
     group = group or dist.group.WORLD
     given = operands(case, group.size())
     assert_exact(call(case, given, group), given.expected[group.rank()], str(case))
+
+
+def fail_in_a_call(
+    space: Workspace, error: Exception, before: Callable[[], object] = lambda: None
+) -> None:
+    """In its middle: the other ranks cannot go on."""
+    with space.guard():
+        space.begin("gather", 100)
+        before()
+        raise error
 
 
 def assert_refused(rows: list[tuple]) -> None:

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, check
+from cases import Case, check, fail_in_a_call
 from closeness import assert_exact
 from ranks import DEVICE, FUSED, here, on_device_ranks
 
@@ -146,16 +146,10 @@ def test_the_first_error_is_reported(rank):
 
     space = workspace(dist.group.WORLD, x.device)
     ops.all_gather_gemm(x, w, dist.group.WORLD)
-
-    def begun() -> None:
-        with space.guard():
-            space.begin("gather", 100)
-            if rank == 0:
-                store.wait(["rank 1 has failed"])
-            raise KeyError(f"of rank {rank}")
-
     with pytest.raises(KeyError, match=f"of rank {rank}"):
-        begun()
+        fail_in_a_call(
+            space, KeyError(f"of rank {rank}"), lambda: rank or store.wait(["rank 1 has failed"])
+        )
     if rank == 1:
         store.set("rank 1 has failed", "")
     dist.barrier()
@@ -176,11 +170,6 @@ def test_a_missing_signal_is_explained_by_the_failure(rank):
     group = dist.group.WORLD
     space = workspace(group, x.device)
 
-    def begun() -> None:
-        with space.guard():
-            space.begin("gather", 100)
-            fails()
-
     def done() -> None:
         ops.all_gather_gemm(x, w, group)
         flux_megatron.synchronize()
@@ -188,7 +177,7 @@ def test_a_missing_signal_is_explained_by_the_failure(rank):
     done()
     if rank == 1:
         with pytest.raises(ZeroDivisionError):
-            begun()
+            fail_in_a_call(space, ZeroDivisionError("no wgrad today"))
         dist.barrier()
         message = refused(errors.GroupBroken, done)
     else:

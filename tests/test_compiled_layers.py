@@ -121,10 +121,9 @@ def test_compiled_layers_do_what_eager_ones_do(rank):
         expected = passes(layer, given)
         same(passes(compiled(layer), given), expected, kind)
         assert graphs() == 1, kind
-    for kind, frozen in (("column", 0), ("column", 1), ("row", 1)):  # x or w has no gradient
-        layer, given = layers()[kind], operands()
-        given[frozen].requires_grad_(False)
-        same(passes(compiled(layer), given), passes(layer, given), f"{kind} {frozen}")
+    layer, given = layers()["column"], operands()
+    given[0].requires_grad_(False)  # x has none
+    same(passes(compiled(layer), given), passes(layer, given), "x without gradient")
     calls = flux_megatron.report().calls
     assert {strategy for _, strategy in calls} == {"fused"}
 
@@ -202,12 +201,6 @@ def test_operations_without_gradients_compile(rank):
         same(compiled(all_of_them, backend)(x, w), all_of_them(x, w), backend)
     fused = {(pattern, "fused"): 4 for pattern in ("ag_gemm", "gemm_rs", "gemm_ar")}
     assert flux_megatron.report().calls == {**fused, ("gemm_rs", "pipelined"): 4}
-
-
-@on_device_ranks(1)
-def test_a_block_has_no_graph_break(rank):
-    explained = torch._dynamo.explain(mlp)(*operands())
-    assert (explained.graph_count, explained.graph_break_count) == (1, 0)
 
 
 def by_inductor(rank: int) -> None:

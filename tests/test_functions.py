@@ -8,12 +8,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from closeness import assert_exact, small_integers
+from closeness import assert_exact
 from layer_cases import Layer, apply, check, layer, mine, solve, transfers
-from ranks import DEVICE, FUSED, be_late, on_device_ranks
+from ranks import DEVICE, FUSED, on_device_ranks
 
 import flux_megatron
-from flux_megatron.lab import reference
 from flux_megatron.nn import linear_passes
 from flux_megatron.nn.functions import (
     column_parallel_linear,
@@ -116,40 +115,6 @@ def test_inputs_and_gradients_of_any_strides(rank):
         solve(ones)
         assert_exact(swapped.grad, ones.dx[rank], kind)
         assert_exact(w.grad, ones.dw[rank], kind)
-
-
-@pytest.mark.parametrize(("world_size", "late"), [(1, 0), (2, 1), (4, 2)])
-@on_device_ranks("world_size", environment=FUSED)
-def test_layers_back_to_back(rank, late):
-    """Column into row, twice, as in a transformer; one workspace for all, and one rank is late."""
-    R = dist.get_world_size()
-    generator = torch.Generator().manual_seed(3)
-    x = [small_integers((4, 2, 6), torch.float64, generator) for _ in range(R)]
-    weights = [
-        [small_integers(shape, torch.float64, generator) for _ in range(R)]
-        for shape in ((5, 6), (6, 5), (5, 6), (6, 5))
-    ]
-    whole = torch.cat(x).requires_grad_()
-    shards = [[w.clone().requires_grad_() for w in of_all] for of_all in weights]
-    y = whole
-    for w1, w2 in (shards[:2], shards[2:]):
-        hidden = [h.relu() for h in reference.all_gather_gemm([y], w1)]
-        y = y + reference.gemm_all_reduce(hidden, w2)[0]
-    y.sum().backward()
-    mine, *own = (one[rank].float().to(DEVICE).requires_grad_() for one in (x, *weights))
-    out = mine
-    for w1, w2 in (own[:2], own[2:]):
-        if rank == late:
-            be_late(0.05)
-        hidden = column_parallel_linear(out, w1, None, group=dist.group.WORLD).relu()
-        out = out + row_parallel_linear(hidden, w2, group=dist.group.WORLD)
-    assert_exact(out, y.chunk(R)[rank].float(), "y")
-    if rank == late:
-        be_late(0.05)
-    out.sum().backward()
-    assert_exact(mine.grad, whole.grad.chunk(R)[rank].float(), "dx")
-    for number, (w, of_all) in enumerate(zip(own, shards, strict=True)):
-        assert_exact(w.grad, of_all[rank].grad.float(), f"dw of layer {number}")
 
 
 @on_device_ranks(2, environment=FUSED)

@@ -14,7 +14,6 @@ from ranks import DEVICE, here, on_device, on_device_ranks
 
 import flux_megatron
 from flux_megatron import ops, pieces
-from flux_megatron.kernels import launch
 from flux_megatron.kernels.hopper.config import TILE
 from flux_megatron.lab import reference
 from flux_megatron.lab.perf.hardware import H200
@@ -24,7 +23,6 @@ from flux_megatron.overlap import hopper
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.workspace import workspace
-from flux_megatron.tuning import tuner
 
 PLANS = {
     "sequential": Plan("sequential"),
@@ -141,18 +139,8 @@ def test_the_sums_are_on_their_way_between_start_and_finish(rank):
         assert begun == (before[0] + 1, before[1] + 1), "the gather hides behind what comes now"
         assert_exact(reduction.finish(), expected[rank])
     reduction = pieces.start_gemm_ar(x, w, group, layout="nn", plan=Plan("sequential"))
-    assert isinstance(reduction.work, dist.Work)
+    assert len(reduction.works) == 1, "the library's"
     assert_exact(reduction.finish(), expected[rank])
-
-
-@pytest.mark.parametrize("layout", ["nt", "nn"])
-def test_at_training_sizes_every_strategy_is_measured(layout, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(launch, "sms", lambda device: H200.sms)
-    names = ["hopper", "fused", "pipelined", "signalled"]
-    asked = Problem(Pattern.GEMM_AR, 8192, 12288, 49152, "bfloat16", 2, layout)
-    found = [plan.strategy for plan in tuner.candidates(asked, names)]
-    assert [*dict.fromkeys(found)] == ["sequential", *names]
 
 
 def test_an_all_reduce_is_predicted_to_take_two_trips():

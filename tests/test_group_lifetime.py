@@ -13,8 +13,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, check, plan_of
+from cases import Case, check, fail_in_a_call, plan_of
 from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
+from test_failed_groups import wait_in_vain
 
 import flux_megatron
 from flux_megatron import errors, ops, pieces, settings
@@ -29,7 +30,6 @@ from flux_megatron.symm.agreement import Agreement
 from flux_megatron.symm.channel import Channel
 from flux_megatron.symm.device import copy_engine
 from flux_megatron.symm.program import CallProgram
-from flux_megatron.symm.space import Workspace
 from flux_megatron.symm.word_channel import WordChannel
 from flux_megatron.symm.workspace import workspace, workspaces
 from flux_megatron.tuning import choice
@@ -118,7 +118,7 @@ def test_memory_of_a_call_in_flight_is_not_released(rank):
     assert workspaces() == []
     check(GATHER)
     with pytest.raises(ZeroDivisionError):
-        fails_in_the_middle(workspace(group, here()))
+        fail_in_a_call(workspace(group, here()), ZeroDivisionError())
     dist.barrier()
     flux_megatron.release()  # that call never ends
     check(GATHER)
@@ -169,12 +169,7 @@ def test_a_group_that_is_broken_works_again_when_its_memory_is_released(rank):
     """What its ranks agreed on before they agree on anew: a rank may have failed in the middle."""
     check(SCATTER)
     before = dict(workspace(dist.group.WORLD, here()).agreed)
-    if rank == 0:
-        x, w = torch.ones(10, 3, device=DEVICE), torch.ones(7, 3, device=DEVICE)
-        with pytest.raises(errors.SignalTimeout):  # noqa: PT012, the second on GPUs
-            ops.gemm_reduce_scatter(x, w, dist.group.WORLD)
-            flux_megatron.synchronize()
-    dist.barrier()
+    wait_in_vain(rank, dist.group.WORLD)
     if rank == 1:  # which learns it
         with pytest.raises(errors.GroupBroken):
             workspace(dist.group.WORLD, here()).ask()
@@ -206,12 +201,6 @@ def test_a_wait_is_bounded_by_the_groups_timeout_unless_the_variable_says_otherw
     assert 5 < time.monotonic() - began < 12, "6.4 of 8 s"
 
 
-def fails_in_the_middle(space: Workspace) -> None:
-    with space.guard():
-        space.begin("gather", 100)
-        raise ZeroDivisionError
-
-
 @on_device_ranks(2, environment=PIPELINED)
 def test_who_asks_a_rank_that_fails_is_answered_at_once(rank):
     """Rank 0 asks about a call that is new while rank 1 fails in the middle of another."""
@@ -223,7 +212,7 @@ def test_who_asks_a_rank_that_fails_is_answered_at_once(rank):
     if rank:
         time.sleep(0.5)  # the other asks by now
         with pytest.raises(ZeroDivisionError):
-            fails_in_the_middle(space)
+            fail_in_a_call(space, ZeroDivisionError())
     else:
         with pytest.raises(errors.GroupBroken, match="rank 1 failed in the middle of a call"):
             space.agreement.ask("a new call", "")

@@ -31,7 +31,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # for `cases`
 
 import torch
 import torch.distributed as dist
-from cases import Case, check, operands
+from cases import Case, check, fail_in_a_call, operands
 from closeness import assert_exact
 from ranks import DEVICE, here
 from soak import joined, printed
@@ -143,10 +143,8 @@ class Lives:
         lost = way in ("does not come", "breaks")
         dist.barrier()
         if culprit and way == "breaks":
-            space = workspace(group, here())
-            with contextlib.suppress(ZeroDivisionError), space.guard():
-                space.begin("gather", 100)
-                raise ZeroDivisionError
+            with contextlib.suppress(ZeroDivisionError):
+                fail_in_a_call(workspace(group, here()), ZeroDivisionError())
         elif not (culprit and lost):
             if culprit and way in ("no rows", "another length"):
                 x = x[:0] if way == "no rows" else torch.cat([x, x])
