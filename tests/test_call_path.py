@@ -9,20 +9,22 @@ compiles.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import ON_HOPPER, plan_of
-from ranks import DEVICE, on_device
+from ranks import DEVICE, on_device, run_ranks
 
 import flux_megatron
 from flux_megatron.overlap import calls, collectives
 from flux_megatron.problem import Tile
+from flux_megatron.symm import cpu_backend
 from flux_megatron.symm.workspace import workspaces
 
 PACKAGE = f"{Path(flux_megatron.__file__).parent}/"
@@ -77,7 +79,7 @@ def chain_of(frame: FrameType | None) -> tuple[str, ...]:
     return (*reversed(files),)
 
 
-def chains(rank: int, strategy: str, pattern: str) -> list[set]:
+def chains(rank: int, strategy: str, pattern: str, deeper: bool = False) -> list[set]:
     """Every chain of files that a repeated call enters, and one that builds its program."""
     rows = 32 if strategy == "low_latency" else 128
     x = torch.ones(rows, 512, dtype=torch.bfloat16 if ON_HOPPER else torch.float32, device=DEVICE)
@@ -92,7 +94,8 @@ def chains(rank: int, strategy: str, pattern: str) -> list[set]:
 
     def followed() -> set[tuple[str, ...]]:
         found.clear()
-        with mock.patch.object(collectives, "_LOOK_S", 60):  # nobody is late here
+        engine = mock.patch.multiple(cpu_backend, ctypes=ONE_MORE if deeper else ctypes)
+        with engine, mock.patch.object(collectives, "_LOOK_S", 60):  # nobody is late here
             sys.setprofile(entered)
             call(x, w, dist.group.WORLD, plan=plan)
             sys.setprofile(None)
@@ -105,6 +108,14 @@ def chains(rank: int, strategy: str, pattern: str) -> list[set]:
         repeated = followed()
         workspaces()[0].programs.clear()
         return [repeated, followed()]
+
+
+def copied(*given: int) -> None:
+    ctypes.memmove(*given)
+    workspaces()[0].ask()  # which asks the agreement
+
+
+ONE_MORE = SimpleNamespace(memmove=copied, c_int32=ctypes.c_int32)
 
 
 # of the strategy, torch's functions and the collectives that a program calls
@@ -132,3 +143,8 @@ def test_a_call_goes_through_five_files_at_most(strategy, pattern):
 
 def opened(found: set[tuple[str, ...]]) -> set[str]:
     return {f for chain in found for f in chain if not f.startswith("symm/")} - BESIDE
+
+
+def test_a_sixth_file_is_seen():
+    for found, _ in run_ranks(chains, 2, "fused", "ag_gemm", True, environment=PLAIN):
+        assert max(map(len, found)) == LONGEST + 1

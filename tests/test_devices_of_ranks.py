@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -91,6 +92,30 @@ def test_ranks_that_see_one_gpu_each():
     """The link is that of ranks which see all GPUs, so plans are the same."""
     expected = [(1, name, None) for name in run_ranks(seen, 2, device="cuda")]
     assert run_ranks(with_one_gpu, 2, device="cuda", environment=ONE_EACH, limit_s=240) == expected
+
+
+def unshared(rank: int) -> tuple[int, dict, str | None]:
+    """As if the driver refused one rank."""
+    from flux_megatron.symm import cuda_memory
+
+    if rank == 0:
+        cuda_memory.Mapping = mock.Mock(side_effect=RuntimeError("cuMemMap failed: closed"))
+    device = torch.device("cuda", 0)
+    run, expected = call(Pattern.AG_GEMM, "pipelined", device)
+    with strategy("pipelined"), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(CALLS):
+            assert_exact(run(), expected)
+    (space,) = workspaces()
+    lines = [one for one in said if "share no memory" in str(one.message)]
+    return len(lines), flux_megatron.report().calls, space.unavailable
+
+
+def test_gpus_that_share_no_memory_fall_back_and_say_so_once():
+    for lines, calls, reason in run_ranks(unshared, 2, device="cuda", environment=ONE_EACH):
+        assert lines == 1
+        assert calls == {("ag_gemm", "sequential"): CALLS}
+        assert "rank 0: cuMemMap failed: closed" in reason
 
 
 def without_set_device(rank: int) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 import flux_megatron
 from flux_megatron import errors, ops, pieces, scaling, settings
 from flux_megatron.lab import reference
-from flux_megatron.overlap import registry, sequential
+from flux_megatron.overlap import library_gemm, registry
 from flux_megatron.problem import TRANSPORTS, Pattern, Plan, Problem, Tile
 from flux_megatron.scaling import Scaling
 
@@ -224,7 +224,7 @@ def as_torch_takes_it(
 def test_the_library_gets_scales_without_gaps(rank):
     """One GEMM; one a shard, or a chunk of it; and bias is rounded with the sum."""
     taken = mock.Mock(side_effect=as_torch_takes_it)
-    in_library = mock.patch.object(sequential, "_in_library", return_value=True)
+    in_library = mock.patch.object(library_gemm, "_in_library", return_value=True)
     with mock.patch.object(torch, "_scaled_mm", taken), in_library:
         for pattern, plan in itertools.product(PATTERNS, BLOCKWISE_PLANS):
             bias = pattern == "ag_gemm"

@@ -219,17 +219,6 @@ def test_a_communicator_for_each_number_of_sms(monkeypatch):
     assert few.abort.call_count == many.abort.call_count == 1
 
 
-@on_cpu_ranks(1)
-def test_a_graph_holds_the_tables_of_its_calls(rank):
-    given = torch.ones(8, 4), torch.ones(3, 4), dist.group.WORLD
-    plan, kept = Plan("signalled", tile=SMALL), workspace(dist.group.WORLD, here()).kept
-    ops.gemm_reduce_scatter(*given, plan=plan)
-    assert not kept["signalled"].held_by_graph
-    with mock.patch.object(signalled, "capturing", return_value=True):
-        ops.gemm_reduce_scatter(*given, plan=plan)
-    assert kept["signalled"].held_by_graph
-
-
 @on_cpu_ranks(2)
 def test_an_error_in_the_middle_breaks_the_group(rank):
     x, w, group = torch.ones(8, 4), torch.ones(3, 4), dist.group.WORLD
