@@ -20,8 +20,9 @@ from flux_megatron.expert_parallel import call as expert_call
 from flux_megatron.expert_parallel import fused as fused_experts
 from flux_megatron.expert_parallel import ops as expert_ops
 from flux_megatron.nn.functions import column_parallel_linear
-from flux_megatron.overlap import calls
-from flux_megatron.symm import space, workspace
+from flux_megatron.overlap import calls, collectives
+from flux_megatron.problem import Plan
+from flux_megatron.symm import space, steps, workspace
 from flux_megatron.tuning import choice
 
 CPU = torch.device("cpu")
@@ -32,6 +33,7 @@ def every_kind_of_call() -> None:
     x, w = torch.ones(4, 4, requires_grad=True), torch.ones(4, 4, requires_grad=True)
     for operation in ops.OPERATIONS.values():
         operation(x.detach(), w.detach(), group)
+        operation(x.detach(), w.detach(), group, plan=Plan("sequential"))
     column_parallel_linear(x, w, None, group=group).sum().backward()
     weight = torch.ones(1, 4, 8, requires_grad=True)
     indices, offsets = torch.zeros(2, dtype=torch.int64), torch.arange(3)
@@ -66,14 +68,15 @@ def test_every_step_is_made_with_the_operands_device(rank):
 
         setattr(owner, name, watched)
 
-    space.active = workspace.active = active
+    space.active = workspace.active = steps.active = active
+    steps.is_active = lambda device: depth[0] > 0
     for owner, *names in (
         (space.Workspace, "__init__", "begin"), (choice, "choose"), (expert_call, "_choose"),
         (ops, "note_fallback"), (calls.InFlight, "_begin"), (fused_bags, "forward", "backward"),
-        (fused_experts, "a2a_gemm", "gemm_a2a"),
+        (fused_experts, "a2a_gemm", "gemm_a2a"), (collectives, "_start"),
     ):  # fmt: skip
         for name in names:
             watch(owner, name)
     every_kind_of_call()
     assert depth == [0]
-    assert (outside, len({*made})) == ([], 10)
+    assert (outside, len({*made})) == ([], 11)

@@ -226,7 +226,8 @@ def test_a_race_without_memory_is_said_once_and_the_rule_chooses(rank, tmp_path)
             check(replace(SMALL, M_shard=rows))
     assert refuse.call_count == 1
     reason = "the rule chooses its plan: WorkspaceError: no symmetric memory\n"
-    assert said.getvalue().count(reason) == said.getvalue().count("flux_megatron") == (rank == 0)
+    lines = [one for one in said.getvalue().splitlines(True) if "compiled kernels" not in one]
+    assert [one.endswith(reason) for one in lines] == [True] * (rank == 0)
     assert report().calls == {("ag_gemm", RULED): 4}
     assert not [*tmp_path.rglob("*.json")]
 

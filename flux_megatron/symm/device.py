@@ -36,6 +36,11 @@ def active(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def is_active(device: torch.device) -> bool:
+    """Whether that is so already."""
+    return device.type != "cuda" or torch.cuda.current_device() == device.index
+
+
 def capturing(device: torch.device) -> bool:
     """Whether what is enqueued now goes into a CUDA graph."""
     with active(device):

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from flux_megatron.symm.buffer import Region
+from flux_megatron.symm.device import active, is_active
 from flux_megatron.symm.enqueue import EPOCHS, Operand, X, always
 from flux_megatron.symm.signals import as_int32
 
@@ -169,10 +170,17 @@ class TorchCall(NamedTuple):
 
 
 class HostCall(TorchCall):
-    """What a function of ours does on the host with the call and these tensors of it."""
+    """What a function of ours does on the host with the call and these tensors of it; the device
+    of the call is the current one, which C and functions of torch's need not have.
+    """
 
     def run(self, call: Any) -> None:
-        self.function(call, *[slot.of(call) for slot in self.slots])
+        tensors = [slot.of(call) for slot in self.slots]
+        if is_active(call.space.device):
+            self.function(call, *tensors)
+            return
+        with active(call.space.device):
+            self.function(call, *tensors)
 
 
 class Transpose(TorchCall):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
+from virtual_machine import PackageCopy
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
@@ -35,8 +34,8 @@ def test_blocks_of_w_lie_as_w_does(layout, block):
 
 def test_a_launch_without_triton_finds_descriptors_first():
     """`launch_expanded` pairs a kernel's first arguments with what Triton knows of descriptors."""
-    for name in sorted(hopper_kernels.KERNELS):
-        module = importlib.import_module(f"flux_megatron.kernels.{name}")
-        names = getattr(module, hopper_kernels.KERNELS[name]).arg_names
+    package = PackageCopy()
+    for name, kernel in hopper_kernels.KERNELS.items():
+        names = getattr(getattr(package, name), kernel).arg_names
         described = [one.endswith("_desc") for one in names]
         assert described == sorted(described, reverse=True), name
