@@ -19,7 +19,7 @@
 `FLUX_MEGATRON_BESIDE=auto` is 1 where the Megatron integration finds communication of data or
 pipeline parallelism that is overlapped, else 0. With `FLUX_MEGATRON_NATIVE=1` one call of C makes
 all driver calls of a call, or one for each part of it between functions of torch and steps of the
-caller (docs/decisions/0012-one-enqueue.md).
+caller (decision 0012).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ the options that nobody has classified.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -17,21 +17,25 @@ from flux_megatron.launch import parser_signature
 PAGE = Path(__file__).parents[1] / "docs" / "arguments.md"
 HEAD = """# Arguments of Megatron-LM beside `--flux-overlap`
 
-Written by `python scripts/argument_page.py` from
-`flux_megatron/integration/arguments.tsv`; change that file.
-[Use in Megatron](megatron.md#what-is-refused-before-the-run-starts) says what happens when
-an argument is not at its default. Releases: those whose parsers have the argument, `main` is
+`python scripts/argument_page.py` writes this page from `flux_megatron/integration/arguments.tsv`.
+[Use in Megatron](megatron.md#what-is-refused-before-the-run-starts) says what happens when an
+argument is not at its default. In brackets: the releases that have it, if not all; `main` is
 d98e8a64.
 """
-TABLE = "## {}\n\n| argument | reason | releases |\n| --- | --- | --- |"
+TABLE = "## {}\n\n| arguments | reason |\n| --- | --- |"
 # collapsed on the site and on code hosts
-FOLDED = """## Supported
+FOLDED = """
+## Supported
+
+`arguments.tsv` names the test of each.
 
 <details markdown="1"><summary>All {}</summary>
 
-| test | arguments (releases, if not all) |
-| --- | --- |"""
-HARMLESS = """## Harmless
+{}
+
+</details>
+
+## Harmless
 
 Other code than our layers reads {} arguments: data, optimizer, logs, checkpoints.
 `arguments.tsv` lists each with what reads it. An argument that is not in that file is untried.
@@ -53,28 +57,21 @@ def page() -> str:
     rows = arguments.table().values()
     of_class = {kind: [r for r in rows if r.kind == kind] for kind in arguments.CLASSES[::-1]}
     counts = ", ".join(f"{len(found)} {kind}" for kind, found in of_class.items())
-    lines = [HEAD, f"{len(rows)} arguments: {counts}.\n"]
+    lines = [HEAD, f"{len(rows)} arguments: {counts}."]
     for kind in ("refused", "untried"):
-        lines.append(TABLE.format(kind.capitalize()))
-        lines += [f"| `{r.option}` | {r.because} | {_releases(r.option)} |" for r in of_class[kind]]
-        lines[-1] += "\n"
-    lines.append(FOLDED.format(len(of_class["supported"])))
-    lines += [
-        f"| `{test.partition('/')[2] or test}` | {names} |"
-        for test, names in _grouped(of_class["supported"])
-    ]
-    lines += ["\n</details>\n", HARMLESS.format(len(of_class["harmless"]))]
+        lines.append("\n" + TABLE.format(kind.capitalize()))
+        lines += [
+            f"| {_names(row for row in of_class[kind] if row.because == why)} | {why} |"
+            for why in dict.fromkeys(row.because for row in of_class[kind])
+        ]
+    supported, harmless = of_class["supported"], of_class["harmless"]
+    lines.append(FOLDED.format(len(supported), _names(supported), len(harmless)))
     return "\n".join(lines)
 
 
-def _grouped(rows: Iterable[arguments.Row]) -> Iterator[tuple[str, str]]:
-    reasons: dict[str, list[str]] = {}
-    for row in rows:
-        releases = _releases(row.option)
-        name = f"`{row.option}`" + ("" if releases == "all" else f" ({releases})")
-        reasons.setdefault(row.because, []).append(name)
-    for because in sorted(reasons):
-        yield because, ", ".join(reasons[because])
+def _names(rows: Iterable[arguments.Row]) -> str:
+    known = {row.option: _releases(row.option) for row in rows}
+    return ", ".join(f"`{o}`" + f" ({having})" * (having != "all") for o, having in known.items())
 
 
 @cache

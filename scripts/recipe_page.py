@@ -38,35 +38,28 @@ SMALL = {"--tensor-model-parallel-size": "2", "--expert-model-parallel-size": "2
          "--num-experts": "4", "--moe-router-topk": "2"}  # fmt: skip
 HEAD = """# Launches that people run
 
-Written by `python scripts/recipe_page.py` from `scripts/recipes.tsv`, whose words
-`scripts/recipe_words.tsv` turns into arguments; change those files. The verdict is what this
-version says to a launch with these arguments, on GPUs with TransformerEngine.
-`flux_megatron.enable()` and `replace()` look at fields of the same names in a configuration.
+`python scripts/recipe_page.py` writes this page from `scripts/recipes.tsv` and
+`scripts/recipe_words.tsv`. The last column is what this version says to a launch with these
+arguments, on GPUs with TransformerEngine, and what stands behind it.
 
-- *runs*: nothing is refused. Dense linear layers are ours, or TransformerEngine's with our
-  operations in FP8. Experts stay what they are.
-- *if allowed*: untried options are in it, and `--flux-allow` names them.
-- *refused*: the run ends with this reason.
+- *runs*: nothing is refused. *if allowed*: an option is [untried](arguments.md#untried) or loses
+  speed, and `--flux-allow` names it. *refused*: the run ends with this reason.
+- *launched*: `tests/launch/test_recipe_launches.py` runs these arguments on CPU, TP 2, in small
+  widths, without pipeline stages and grouped GEMMs. *by option*: tests show each option, none all
+  together. *nothing shows*: the model is of another kind, or has adapters of Megatron-Bridge.
 
-*Tried* says what stands behind a verdict that is not a refusal. *Launched*:
-`tests/launch/test_recipe_launches.py` runs these arguments on CPU, TP 2, in small widths, without
-pipeline stages and grouped GEMMs. *By option*: [tests](arguments.md#supported) show the options,
-none shows all of them together. *Nothing shows*: the model is of another kind or built by a
-specification of its own, or has adapters of Megatron-Bridge. Tests of `enable` have packed
-sequences, on CPU. No recipe ran in its own size; [Support](support.md) has what ran on GPUs.
-
-The facts are those of the projects' repositories: Megatron-Bridge (every recipe for H100 under
-`perf_recipes` with TP above 1; names without `_h100` and `_config`), and examples of NeMo-RL, SkyRL
-and ms-swift of 2026-08-22, slime of 2026-08-21, verl of 2026-01-29. Widths, numbers of experts,
-routers' top-k and ties of embeddings are those that models of these names are known for, not read
-there.
-Userbuffers (`tp_comm`) are left out: `--flux-overlap` takes their place. *SP* is sequence
-parallelism; *fp8* has one scale a tensor, *fp8block* one a block.
+No recipe ran in its own size; [Support](support.md) has what ran on GPUs. The facts are those of
+the projects' repositories: Megatron-Bridge (every recipe for H100 under `perf_recipes` with TP
+above 1; names without `_h100` and `_config`), and examples of NeMo-RL, SkyRL and ms-swift of
+2026-08-22, slime of 2026-08-21, verl of 2026-01-29. Widths, numbers of experts, routers' top-k and
+ties of embeddings are those that models of these names are known for, not read there.
+`--flux-overlap` takes the place of userbuffers (*tp comm*). *SP* is sequence parallelism; *fp8*
+has one scale a tensor, *fp8block* one a block.
 """
 TABLE = """## {}
 
-| recipe | model | GPUs: TP x PP x CP x EP | precision, other facts | verdict | tried |
-| --- | --- | --- | --- | --- | --- |"""
+| recipe | model | GPUs, ranks | precision, other facts | verdict |
+| --- | --- | --- | --- | --- |"""
 
 
 def read(name: str) -> list[dict[str, str]]:
@@ -139,11 +132,12 @@ def page() -> str:
 
 def _line(row: dict[str, str]) -> str:
     said = verdict(command(row))
-    degrees = " x ".join(row[name] for name in DEGREES) + ", no SP" * (row["SP"] == "no")
+    degrees = " ".join(f"{name}{row[name]}" for name in DEGREES if row[name] != "1")
+    no_sp = ", no SP" * (row["SP"] == "no")
     facts = ", ".join([row["precision"], *_facts(row)]).replace("_", " ")
-    tried = "" if said.startswith("refused") else _tried(row)
-    return (f"| {row['recipe']} | {row['model']} | {row['GPUs']}: {degrees} | {facts} | "
-            f"{said} | {tried} |")  # fmt: skip
+    tried = "" if said.startswith("refused") else f"; {_tried(row)}"
+    return (f"| {row['recipe']} | {row['model']} | {row['GPUs']}: {degrees}{no_sp} | {facts} | "
+            f"{said}{tried} |")  # fmt: skip
 
 
 def _tried(row: dict[str, str]) -> str:
