@@ -7,7 +7,6 @@ on its rank and gets its plan. Each later one costs a look-up and an entry in th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, NoReturn, TypeVar
@@ -16,10 +15,17 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron import scaling as fp8
 from flux_megatron import settings
 from flux_megatron.overlap import registry
-from flux_megatron.overlap.operands import described, is_plain, local, no_rows, refuse_wrapper
+from flux_megatron.overlap.operands import (
+    dense,
+    is_plain,
+    linear_error,
+    local,
+    memory,
+    no_rows,
+    refuse_wrapper,
+)
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.scaling import Scaling
@@ -30,8 +36,6 @@ from flux_megatron.symm.workspace import workspace
 from flux_megatron.tuning import choice
 
 S = TypeVar("S")
-LAYOUTS = ("nt", "nn")
-SHAPES = {2: "two matrices", 3: "a matrix and one for each expert"}  # by the dimensions of w
 
 
 @dataclass(frozen=True)
@@ -89,12 +93,26 @@ def decide(
     decision = space.checked.get(key)
     if decision is None:
         with space.guard():  # measuring makes calls
-            if error := _error(pattern, x, w, bias, space, layout, plan, scaling):
+            if error := linear_error(
+                pattern, x, w, bias, space, layout, plan, registry.STRATEGIES[pattern], scaling
+            ):
                 refuse(f"{pattern}: {error}", space.group, x.device)
             decision = _new_decision(pattern, x, w, layout, plan, space, scaling)
         space.checked[key] = decision
     space.note(decision.description)
     return decision
+
+
+def decide_sum(
+    pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup, layout: str, plan: Plan | None,
+    scaling: Scaling | None,
+) -> tuple[Decision, Scaling | None]:  # fmt: skip
+    """Which program sums x @ w over the ranks; the scales as it takes them."""
+    if scaling and settings.get().fp8_wire:
+        scaling = scaling._replace(wire=True)
+    decision = decide(pattern, x, w, None, group, layout, plan, scaling)
+    decision.report_fallback()
+    return decision, dense(scaling)
 
 
 def _entered(group: ProcessGroup, device: torch.device) -> Workspace:
@@ -169,6 +187,13 @@ def local_shards(
     return x, w, bias
 
 
+def in_memory(pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    try:
+        return memory("x", x), memory("w", w)
+    except ValueError as error:
+        refuse(f"{pattern}: {error}", group, x.device)
+
+
 def guard(group: ProcessGroup, device: torch.device) -> Guard:
     """For calls in pieces: `with guard(group, device): ...` breaks the group off, on every rank, if
     an error leaves one of them open.
@@ -210,54 +235,3 @@ def _problem(
         blockwise=scaling is not None and scaling.blockwise,
         wire=scaling is not None and scaling.wire,
     )  # fmt: skip
-
-
-def operands_error(
-    x: Tensor, w: Tensor, w_dims: int, layout: str, plan: Plan | None, strategies: Collection[str],
-    space: Workspace, scaling: Scaling | None = None,
-) -> str | None:  # fmt: skip
-    """The error in what all operations have, with the given and the expected value, or None: a plan
-    for one of `strategies`, x [rows, K], and w [N, K], or [K, N] for "nn", one or one an expert.
-    """
-    if layout not in LAYOUTS:
-        return f"layout {layout!r} given, one of {LAYOUTS} expected"
-    if plan is not None and plan.strategy not in strategies:
-        return f"strategy {plan.strategy!r} given, one of {[*strategies]} expected"
-    if x.dim() != 2 or w.dim() != w_dims:
-        wrong = f"{SHAPES[w_dims]} expected"
-    elif error := fp8.error(x, w, scaling, layout):
-        return error
-    elif scaling is None and (not x.dtype.is_floating_point or w.dtype != x.dtype):
-        wrong = "one floating-point dtype expected"
-    elif w.device != x.device:
-        wrong = "one device expected"
-    elif x.device != space.device:
-        return f"x {described(x)} given, {space.device} expected, where the group's first call was"
-    elif x.shape[1] != w.shape[-1 if layout == "nt" else -2]:
-        wrong = f"equal K expected for layout {layout!r}"
-    elif 0 in w.shape:
-        wrong = "no empty dimension expected"
-    else:
-        return None
-    return f"x {described(x)} and w {described(w)} given, {wrong}"
-
-
-def _error(
-    pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None, space: Workspace,
-    layout: str, plan: Plan | None, scaling: Scaling | None,
-) -> str | None:  # fmt: skip
-    """The error in this rank's arguments, with the given and the expected value, or None."""
-    if error := operands_error(x, w, 2, layout, plan, registry.STRATEGIES[pattern], space, scaling):
-        return error
-    if not len(x):
-        return f"x {described(x)} given, no empty dimension expected"
-    if pattern.spec.scatters and len(x) % space.world_size:
-        ranks = f"the group's {space.world_size} ranks"
-        return f"x {described(x)} given, rows divisible by {ranks} expected"
-    dtype = fp8.result_dtype(x, scaling)
-    outer = w.shape[0 if layout == "nt" else 1]
-    if bias is not None and (bias.shape != (outer,) or bias.dtype != dtype):
-        return f"bias {described(bias)} given, [{outer}] {dtype} expected"
-    if bias is not None and bias.device != x.device:
-        return f"bias {described(bias)} given, {x.device} expected"
-    return None

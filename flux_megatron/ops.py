@@ -14,12 +14,13 @@ from torch._C._functorch import maybe_current_level
 from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup
 
-from flux_megatron import operators, settings
+from flux_megatron import operators
 from flux_megatron.dispatch import (
-    Decision,
     decide,
+    decide_sum,
     gather_refused,
     guard,
+    in_memory,
     local_shards,
     refuse,
     without_rows,
@@ -182,13 +183,6 @@ def is_traced() -> bool:
     return maybe_current_level() is not None
 
 
-def in_memory(pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    try:
-        return memory("x", x), memory("w", w)
-    except ValueError as error:
-        refuse(f"{pattern}: {error}", group, x.device)
-
-
 def run_ag_gemm(
     x: Tensor, w: Tensor, bias: Tensor | None, group: ProcessGroup, *, layout: str = "nt",
     plan: Plan | None = None, consume: Callable[[Tensor], None] | None = None,
@@ -211,18 +205,6 @@ def run_ag_gemm(
     return y
 
 
-def decided(
-    pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup, layout: str, plan: Plan | None,
-    scaling: Scaling | None,
-) -> tuple[Decision, Scaling | None]:  # fmt: skip
-    """Which program sums x @ w over the ranks; the scales as it takes them."""
-    if scaling and settings.get().fp8_wire:
-        scaling = scaling._replace(wire=True)
-    decision = decide(pattern, x, w, None, group, layout, plan, scaling)
-    decision.report_fallback()
-    return decision, dense(scaling)
-
-
 def _reduced(
     pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt",
     plan: Plan | None = None, scaling: Scaling | None = None,
@@ -230,7 +212,7 @@ def _reduced(
     x, w = in_memory(pattern, x, w, group)
     if without_rows(pattern, x, w, group, layout):
         return product(x, w, layout)
-    decision, scaling = decided(pattern, x, w, group, layout, plan, scaling)
+    decision, scaling = decide_sum(pattern, x, w, group, layout, plan, scaling)
     plan, space = decision.plan, decision.workspace
     y = calls.whole(decision.build, x, w, None, layout, plan, space, None, scaling)
     decision.count()

@@ -10,8 +10,7 @@ from functools import partial
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron.dispatch import decide, undecided, without_rows
-from flux_megatron.ops import decided, in_memory
+from flux_megatron.dispatch import decide, decide_sum, in_memory, undecided, without_rows
 from flux_megatron.overlap import calls, registry, transfer
 from flux_megatron.overlap.operands import memory, product
 from flux_megatron.problem import Pattern, Plan
@@ -41,7 +40,7 @@ def _start(
     x, w = in_memory(pattern, x, w, group)
     if without_rows(pattern, x, w, group, layout):
         return Done(product(x, w, layout))
-    decision, scaling = decided(pattern, x, w, group, layout, plan, scaling)
+    decision, scaling = decide_sum(pattern, x, w, group, layout, plan, scaling)
     call = calls.start(decision.build, x, w, layout, decision.plan, decision.workspace, scaling)
     decision.count()
     return call

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from flux_megatron.integration import arguments
-from flux_megatron.launch import parser_signature
+from flux_megatron.integration import arguments, parser_signature
 
 PAGE = Path(__file__).parents[1] / "docs" / "arguments.md"
 HEAD = """# Arguments of Megatron-LM beside `--flux-overlap`

@@ -14,8 +14,7 @@ from unittest import mock
 
 from megatron.core.extensions import transformer_engine
 
-from flux_megatron.integration import arguments, requirements
-from flux_megatron.launch import parser_signature
+from flux_megatron.integration import arguments, parser_signature, requirements
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "recipes.md"

@@ -4,7 +4,7 @@
 | --- | --- |
 | `patches/NAME/fingerprints.json` | hashes of the functions that we replace or rely on |
 | `patches/NAME/seams.json` | the names by which options reach our layers, by seam |
-| `flux_megatron/launch/signatures.tsv` | what the parser accepts |
+| `flux_megatron/integration/signatures.tsv` | what the parser accepts |
 
 The first two are read from the sources, which must be unpatched. For the last this Python must be
 able to import the checkout's `megatron.training`.
@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flux_megatron.launch.parser_signature import ALL, FILE, TYPES, Signature, recorded
+from flux_megatron.integration.parser_signature import ALL, FILE, TYPES, Signature, recorded
 from flux_megatron.patching import series
 from flux_megatron.patching.checkout import Refused, version_of
 from flux_megatron.patching.fingerprints import RELIED_ON, digest, functions

@@ -58,7 +58,7 @@ option_values: errors  # what any command may be given
 machine: errors  # the GPUs of this machine, counted without torch
 # `python -m flux_megatron.launch` becomes a rank of a training run: see AT_IMPORT
 launch: config_files errors machine option_values problem shipped version versions.megatron_core
-    lab_commands integration.arguments integration.bootstrap integration.flags
+    lab_commands integration.arguments integration.bootstrap integration.parser_signature
     | jinja2 pydantic typer yaml
 wgrad: | torch | fused_weight_gradient_mlp_cuda
 # its list of driver calls is compiled as Triton compiles its launchers
@@ -76,7 +76,7 @@ dispatch: errors problem scaling settings symm.groups symm.program symm.space sy
     overlap.operands overlap.registry overlap.report tuning.choice tuning.environment | torch
 operators: problem scaling overlap.differentiable symm.groups | torch
 ops: problem scaling settings overlap dispatch operators symm.groups | torch
-pieces: problem scaling overlap dispatch ops | torch
+pieces: problem scaling overlap dispatch | torch
 # for rows that are counted on the device: what `ops` and `overlap` do for the others
 expert_parallel: errors problem settings dispatch symm kernels overlap tuning versions | torch
 # pooling is no GEMM of x and w: it has operands, checks and strategies of its own
@@ -91,7 +91,7 @@ integration: command_errors errors settings ops pieces nn wgrad scaling expert_p
     transformer_engine transformer_engine_torch | fused_weight_gradient_mlp_cuda
 # measures ahead of a run, on ranks that it starts; the names of Megatron's options
 tune_command: command_errors errors machine option_values patterns problem settings
-    expert_parallel launch.parser_signature overlap.registry symm.workspace tuning
+    expert_parallel integration.parser_signature overlap.registry symm.workspace tuning
     | torch typer rich
 specs: versions.megatron_core integration.spec_argument  # the name that Megatron's --spec is given
 """)
@@ -131,7 +131,7 @@ BY_NAME = {"importlib.import_module", "import_module", "__import__"}
 AT_IMPORT = rooms(f"""\
 : {BASE}
 launch: config_files version errors machine option_values problem shipped versions.megatron_core
-    | jinja2 pydantic typer yaml
+    integration.parser_signature | jinja2 pydantic typer yaml
 doctor: {BASE} command_errors option_values versions
 __main__: command_errors errors lab_commands version
 lab_commands: command_errors errors

@@ -9,7 +9,7 @@ sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
 import recipe_page
 
-from flux_megatron.launch import parser_signature
+from flux_megatron.integration import parser_signature
 
 
 def of(recipe: str) -> list[str]:

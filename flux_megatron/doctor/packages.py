@@ -72,7 +72,7 @@ def triton(wanted: Wanted) -> Iterator[Finding]:
 
 
 def megatron(wanted: Wanted) -> Iterator[Finding]:
-    from flux_megatron.launch import parser_signature
+    from flux_megatron.integration import parser_signature
 
     releases = parser_signature.releases()
     known = [name.removeprefix("core_v") for name in releases if name.startswith("core_v")]

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
-from flux_megatron.dispatch import Choice, operands_error, refuse
+from flux_megatron.dispatch import Choice, refuse
 from flux_megatron.expert_parallel import fused, hopper, plans, sequential, signalled
 from flux_megatron.expert_parallel.plans import ExpertProblem
 from flux_megatron.kernels.experts.weights import ExpertWeights, lie_in_rows
+from flux_megatron.overlap.operands import operands_error
 from flux_megatron.problem import Plan
 from flux_megatron.symm.space import Workspace
 from flux_megatron.symm.workspace import workspace

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 from operator import attrgetter
 
-from flux_megatron.launch import memory, parser_signature
+from flux_megatron.integration import parser_signature
+from flux_megatron.launch import memory
 from flux_megatron.launch.errors import Rule
 from flux_megatron.launch.schema import File
 from flux_megatron.launch.workload import Workload

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import jinja2
 
+from flux_megatron.integration import parser_signature
 from flux_megatron.launch import (
     CPU,
     ONE_QUEUE,
     megatron_arguments,
-    parser_signature,
     slurm_options,
 )
 from flux_megatron.launch.errors import LaunchError

@@ -7,16 +7,23 @@ by its name, before a call begins. A copy is this rank's own affair: no other ra
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from flux_megatron import scaling as fp8
 from flux_megatron.overlap.report import note_copy
+from flux_megatron.patterns import Pattern
+from flux_megatron.problem import Plan
 from flux_megatron.scaling import Scaling, is_fp8
 from flux_megatron.symm.groups import name_of
+from flux_megatron.symm.space import Workspace
 
+LAYOUTS = ("nt", "nn")
+SHAPES = {2: "two matrices", 3: "a matrix and one for each expert"}  # by the dimensions of w
 ALIGNED = 16  # bytes of which an address is a multiple: what TMA takes
 
 
@@ -132,3 +139,54 @@ def local(what: str, tensor: Tensor, dim: int | None, group_name: str) -> Tensor
             f"rank or {wanted} over the group's ranks expected"
         )
     return given.to_local()
+
+
+def operands_error(
+    x: Tensor, w: Tensor, w_dims: int, layout: str, plan: Plan | None, strategies: Collection[str],
+    space: Workspace, scaling: Scaling | None = None,
+) -> str | None:  # fmt: skip
+    """The error in what all operations have, with the given and the expected value, or None: a plan
+    for one of `strategies`, x [rows, K], and w [N, K], or [K, N] for "nn", one or one an expert.
+    """
+    if layout not in LAYOUTS:
+        return f"layout {layout!r} given, one of {LAYOUTS} expected"
+    if plan is not None and plan.strategy not in strategies:
+        return f"strategy {plan.strategy!r} given, one of {[*strategies]} expected"
+    if x.dim() != 2 or w.dim() != w_dims:
+        wrong = f"{SHAPES[w_dims]} expected"
+    elif error := fp8.error(x, w, scaling, layout):
+        return error
+    elif scaling is None and (not x.dtype.is_floating_point or w.dtype != x.dtype):
+        wrong = "one floating-point dtype expected"
+    elif w.device != x.device:
+        wrong = "one device expected"
+    elif x.device != space.device:
+        return f"x {described(x)} given, {space.device} expected, where the group's first call was"
+    elif x.shape[1] != w.shape[-1 if layout == "nt" else -2]:
+        wrong = f"equal K expected for layout {layout!r}"
+    elif 0 in w.shape:
+        wrong = "no empty dimension expected"
+    else:
+        return None
+    return f"x {described(x)} and w {described(w)} given, {wrong}"
+
+
+def linear_error(
+    pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None, space: Workspace, layout: str,
+    plan: Plan | None, strategies: Collection[str], scaling: Scaling | None,
+) -> str | None:  # fmt: skip
+    """The error in this rank's arguments, with the given and the expected value, or None."""
+    if error := operands_error(x, w, 2, layout, plan, strategies, space, scaling):
+        return error
+    if not len(x):
+        return f"x {described(x)} given, no empty dimension expected"
+    if pattern.spec.scatters and len(x) % space.world_size:
+        ranks = f"the group's {space.world_size} ranks"
+        return f"x {described(x)} given, rows divisible by {ranks} expected"
+    dtype = fp8.result_dtype(x, scaling)
+    outer = w.shape[0 if layout == "nt" else 1]
+    if bias is not None and (bias.shape != (outer,) or bias.dtype != dtype):
+        return f"bias {described(bias)} given, [{outer}] {dtype} expected"
+    if bias is not None and bias.device != x.device:
+        return f"bias {described(bias)} given, {x.device} expected"
+    return None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from flux_megatron.errors import BadInput
-from flux_megatron.launch import parser_signature
+from flux_megatron.integration import parser_signature
 
 CPU_SCALE = 512  # divides the widths of all models, and leaves what interpreted kernels can run
 NEEDED = ("--hidden-size", "--num-attention-heads")

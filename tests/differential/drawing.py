@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flux_megatron.launch.parser_signature import recorded
+from flux_megatron.integration.parser_signature import recorded
 
 
 @dataclass(frozen=True)

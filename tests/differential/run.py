@@ -28,7 +28,7 @@ FEW = 5  # of a release, beside a half: combinations that need not have been com
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megatron", type=Path, nargs="+", required=True, metavar="CHECKOUT",
-                        help="folders named as the releases in launch/signatures.tsv")  # fmt: skip
+                        help="named as the releases in integration/signatures.tsv")  # fmt: skip
     parser.add_argument("--count", type=int, default=300, help="that stock can run, over all")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first combination")

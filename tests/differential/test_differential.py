@@ -10,7 +10,7 @@ import pytest
 import te_cases
 import torch
 
-from flux_megatron.launch.parser_signature import check, recorded, releases
+from flux_megatron.integration.parser_signature import check, recorded, releases
 
 NUMBERS = range(40)
 

@@ -13,7 +13,8 @@ pytest.importorskip("jinja2", reason="needs the extra `launch`")
 from launched import GPT, LLAMA, arms, given, launch, variables
 
 from flux_megatron import settings
-from flux_megatron.launch import experiment, megatron_arguments, parser_signature
+from flux_megatron.integration import parser_signature
+from flux_megatron.launch import experiment, megatron_arguments
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 

@@ -25,12 +25,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flux_megatron.dispatch import LAYOUTS
 from flux_megatron.expert_parallel import call, ops
 from flux_megatron.expert_parallel.wgrad import weight_gradient
 from flux_megatron.lab.bench import operations
 from flux_megatron.lab.bench.operations.expert_references import Baseline, grouped, routed, wgrad
 from flux_megatron.lab.bench.table_run import Run
+from flux_megatron.overlap.operands import LAYOUTS
 from flux_megatron.problem import Plan
 from flux_megatron.symm.workspace import workspace
 from flux_megatron.tuning.timing import race
