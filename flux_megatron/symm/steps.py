@@ -7,7 +7,11 @@ write, wait_count |
 | `Launch` | one of our kernels |
 | `TorchCall` | what a function of torch's does with tensors of the call |
 | `HostCall` | what a function of ours does on the host, such as to start a collective |
+| `Transpose` | nothing: later functions of torch's get the transpose of a matrix |
 | caller step | nothing: the caller enqueues, who may borrow a tensor. A segment ends here |
+
+C runs `Move` and `Launch`. `HostCall` and `Transpose` are kinds of `TorchCall`: Python runs them,
+between two lists of C. A program with a move that `symm.enqueue` does not know is Python's.
 
 A step names numbers by operands: the epoch, or bytes behind an address that a call brings. A `Slot`
 is a tensor of a call that has a shape already: x, w, the bias, the scales of FP8, what the call
