@@ -25,7 +25,7 @@ from flux_megatron.overlap.calls import InFlight
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.scaling import Scaling
 from flux_megatron.symm import channel as channels
-from flux_megatron.symm.enqueue import always
+from flux_megatron.symm.enqueue import MADE, TABLE, always
 from flux_megatron.symm.lru_cache import LRUCache
 from flux_megatron.symm.program import Builder, CallProgram
 from flux_megatron.symm.steps import Slot
@@ -317,6 +317,16 @@ def test_what_c_refuses_python_does(space, monkeypatch):
         assert space.channel.epoch == before + 1
         made = call.tensors[calls._MADE :]
         assert len(made) == 1, "memory that C would not take is given back"
+
+
+def test_a_program_makes_no_more_tensors_than_there_are_registers_for(space):
+    """The next register is the table's: a step would get the address of something else."""
+    of_x, w = operands(0)
+    made = CallProgram(space, PLAN, of_x, w, None, "nt", False)
+    last = [made.x.new_empty(1, 1) for _ in range(TABLE - MADE)][-1]
+    assert last.operand.register == TABLE - 1
+    with pytest.raises(AssertionError, match="at most 7 tensors"):
+        made.x.new_empty(1, 1)
 
 
 @pytest.mark.parametrize("watched", [False, True])

@@ -34,7 +34,7 @@ def always(value: int) -> Operand:
 STREAM = Operand(1)  # the caller's
 EPOCHS = Operand(2), Operand(3)  # of the call, in each of its channels
 X, W, BIAS, X_SCALE, W_SCALE = (Operand(register) for register in range(4, 9))
-MADE = 9  # the first register of what a call makes
+MADE = 9  # the first register of what a call makes: 7 tensors, scratch of kernels included
 TABLE = 16  # the first of the table
 
 

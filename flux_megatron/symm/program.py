@@ -146,8 +146,10 @@ class CallProgram:
 
     def new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Slot:
         """What a call makes."""
+        register = MADE + len(self.made)
+        assert register < TABLE, f"a call makes at most {TABLE - MADE} tensors"
         self.made += ((shape, None if dtype is self.x.dtype else dtype),)
-        return Slot(self, Operand(MADE + len(self.made) - 1), shape, dtype)
+        return Slot(self, Operand(register), shape, dtype)
 
     def kept(self, tensor: Tensor) -> KeptSlot:
         """A tensor that lives as long as the program: the same in all calls."""
