@@ -52,7 +52,7 @@ def lists_of(
         try:
             program.lists = _Builder(program, engine, number).lists()
         except Exception as error:  # what the driver or Triton has otherwise than we know it
-            program.unlisted = str(error)
+            program.unlisted = repr(error)
     return program.lists
 
 
