@@ -28,11 +28,11 @@ _PLACES = {
     "enable": ("flux_megatron.integration.enabling", "enable"),
     "replace": ("flux_megatron.integration.replacing", "replace"),
     "check": ("flux_megatron.symm.workspace", "check"),
-    "confirm_step": ("flux_megatron.symm.step", "confirm_step"),
+    "confirm_step": ("flux_megatron.symm.step_end", "confirm_step"),
     "release": ("flux_megatron.symm.workspace", "release"),
     "report": ("flux_megatron.overlap.report", "report"),
     "reset_report": ("flux_megatron.overlap.report", "reset_report"),
-    "synchronize": ("flux_megatron.symm.step", "synchronize"),
+    "synchronize": ("flux_megatron.symm.step_end", "synchronize"),
 }
 
 __all__ = [
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     )
     from flux_megatron.overlap.report import report, reset_report
     from flux_megatron.problem import Plan, Tile
-    from flux_megatron.symm.step import confirm_step, synchronize
+    from flux_megatron.symm.step_end import confirm_step, synchronize
     from flux_megatron.symm.workspace import check, release
 
 

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from flux_megatron import settings
 from flux_megatron.kernels import native_launch, triton_launch
-from flux_megatron.overlap import calls, transfer
+from flux_megatron.overlap import by_c, calls, transfer
 from flux_megatron.overlap.calls import InFlight
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.scaling import Scaling
@@ -248,23 +248,23 @@ LAST = [("copy", CALLERS), *JOIN]
 
 def test_the_first_call_is_a_list_as_soon_as_its_kernels_are_compiled(space):
     triton_launch.launches.clear()
-    by_c = []
+    ran_by_c = []
     for number in range(5):
         x, w = operands(number)
         y = by_kernel(x, w, "nt", PLAN, space)
         epoch, at = space.channel.epoch, space.channel._regions[space.channel.epoch % 2]
         did = [*space.driver.done()]
-        by_c.append(("launch", CALLERS, FUNCTION, 3 << 32 | 128, 2048) in did)
+        ran_by_c.append(("launch", CALLERS, FUNCTION, 3 << 32 | 128, 2048) in did)
         moved = [one for one in did if one[0] != "launch"]
         assert [one[:2] for one in moved] == [*FORK, ("copy", STREAM), ("write", STREAM), *JOIN]
         assert moved[2][2:] == (at.rows.data_ptr() + 16, x.data_ptr() + 16, 12 * 4)
         assert moved[3][2:] == (900 + 4 * 3, epoch, 0)
-        if by_c[-1]:
+        if ran_by_c[-1]:
             data = space.driver.parameters(sum(Compiled.SIZES))
             pieces = [int.from_bytes(data[n : n + 8], "little") for n in range(0, len(data), 8)]
             addresses = [one.data_ptr() for one in (x, y, at.rows, at.fixed[0])]
             assert pieces == [*addresses, epoch << 32 | 2, 64, 0, 0]
-    assert by_c == [False] + [True] * 4, "Triton has compiled it in the first"
+    assert ran_by_c == [False] + [True] * 4, "Triton has compiled it in the first"
     assert triton_launch.launches == {"stand_in": 5}
     other = by_kernel(torch.ones(2 * M, K), operands(1)[1], "nt", PLAN, space)
     assert ("launch", CALLERS) in streams(space), "of other shapes, at once"
@@ -522,9 +522,13 @@ def test_what_follows_a_function_comes_after_other_threads(space, watched, monke
 
 def test_a_kernel_with_other_parameters_is_left_to_python(space, driver):
     driver.expect_parameters(FUNCTION, *Compiled.SIZES[:-1])
-    for number in range(20):
-        by_kernel(*operands(number), "nt", PLAN, space)
-    assert program(space).lists is None
+    by_c._say.cache_clear()
+    by_kernel(*operands(0), "nt", PLAN, space)  # compiles the kernel
+    with pytest.warns(UserWarning, match="Python makes the driver calls of a call"):
+        by_kernel(*operands(1), "nt", PLAN, space)
+    with mock.patch.object(by_c, "_Builder") as tried:
+        by_kernel(*operands(2), "nt", PLAN, space)
+    assert (program(space).lists, tried.call_count) == (None, 0)
     assert "parameters of [8, 8, 8, 8, 4, 4, 8, 8] bytes" in program(space).unlisted
     assert ("launch", CALLERS) not in streams(space)
 

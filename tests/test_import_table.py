@@ -87,7 +87,7 @@ nn: errors ops pieces patterns wgrad kernels.norm embedding | torch
 # apex's kernel for the weight gradient, where it is installed; whether this Megatron is one that
 # was recorded; what a run counts, and the end of its steps
 integration: command_errors errors settings ops pieces nn wgrad scaling expert_parallel
-    patching.installed overlap.report symm.step versions | torch megatron
+    patching.installed overlap.report symm.step_end versions | torch megatron
     transformer_engine transformer_engine_torch | fused_weight_gradient_mlp_cuda
 # measures ahead of a run, on ranks that it starts; the names of Megatron's options
 tune_command: command_errors errors machine option_values patterns problem settings
@@ -103,11 +103,11 @@ lab:
 lab.cpu: integration | torch megatron
 lab.reference: patterns | torch
 lab.train: command_errors config_files errors option_values settings shipped integration lab.cpu
-    launch.schema overlap.report symm.step versions.megatron_core
+    launch.schema overlap.report symm.step_end versions.megatron_core
     | torch megatron matplotlib numpy pydantic typer
 # decodes what `train` has trained, in ranks that `train` starts
-lab.generate: command_errors errors launch.schema option_values overlap.report symm.step lab.train
-    versions.megatron_core | torch megatron pydantic typer
+lab.generate: command_errors errors launch.schema option_values overlap.report symm.step_end
+    lab.train versions.megatron_core | torch megatron pydantic typer
 # what runs have logged, and what they were to be: read and predicted where they are submitted
 lab.results: errors launch option_values lab.perf | scipy typer | matplotlib rich
 lab.perf: errors launch.memory launch.workload patterns problem | pydantic

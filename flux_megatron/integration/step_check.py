@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flux_megatron.integration.replaced import around
-from flux_megatron.symm.step import confirm_step
+from flux_megatron.symm.step_end import confirm_step
 
 
 def confirm_steps(training: Any) -> None:

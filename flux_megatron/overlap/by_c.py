@@ -6,7 +6,9 @@ call is asked to refuse: a capture, and addresses that are no multiples of 16 by
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -51,9 +53,25 @@ def lists_of(
         program.attempts += 1
         try:
             program.lists = _Builder(program, engine, number).lists()
+        except _NotCompiled as error:
+            program.unlisted = str(error)
         except Exception as error:  # what the driver or Triton has otherwise than we know it
-            program.unlisted = repr(error)
+            program.unlisted, program.attempts = repr(error), _ATTEMPTS
+            _say(program.unlisted)
     return program.lists
+
+
+class _NotCompiled(Exception):
+    """A later call finds the kernel."""
+
+
+@cache
+def _say(reason: str) -> None:
+    warnings.warn(
+        f"flux_megatron: Python makes the driver calls of a call, which takes the host longer: "
+        f"{reason}",
+        stacklevel=2,
+    )
 
 
 def of_torch_alone(program: CallProgram) -> Lists:
@@ -107,7 +125,7 @@ class _Builder:
             moves = []
             arguments = step.launcher.native(step, self._number, self._scratch)
             if arguments is None:
-                raise RuntimeError(f"{step.launcher.name} is not compiled yet")
+                raise _NotCompiled(f"{step.launcher.name} is not compiled yet")
             made.launch(STREAM, *arguments)
             self._launches.append(step.launcher.name)
         made.add(moves)

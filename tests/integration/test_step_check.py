@@ -18,7 +18,7 @@ import flux_megatron
 from flux_megatron import errors
 from flux_megatron.integration.step_check import confirm_steps
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
-from flux_megatron.symm import step
+from flux_megatron.symm import step_end
 from flux_megatron.symm.status import Status
 
 LATE_S, TIMEOUT_S = 8.0, 3.0
@@ -91,13 +91,13 @@ def run_steps(rank: int, late: int, folder: Path) -> tuple[str, int, list[bool]]
 def _only_when_asked(late: Callable[[Status], str]) -> Callable[[Status], str]:
     """As a host sees the status of calls that it has only enqueued."""
     asked: list[bool] = []
-    synchronized = step.synchronize
+    synchronized = step_end.synchronize
 
     def synchronize() -> None:
         asked.append(True)
         synchronized()
 
-    step.synchronize = synchronize
+    step_end.synchronize = synchronize
     return lambda status: late(status) if asked else ""
 
 

@@ -26,7 +26,7 @@ from flux_megatron.lab.train.model import gpt_model, transformer_config
 from flux_megatron.lab.train.run_folder import counts_of_all_ranks
 from flux_megatron.lab.train.text import ByteTokenizer
 from flux_megatron.overlap.report import reset_report
-from flux_megatron.symm.step import synchronize
+from flux_megatron.symm.step_end import synchronize
 
 MASK_MULTIPLE = 8  # a mask of other rows is copied by torch's attention, in every layer
 EAGER_STEPS = 2  # before a capture: the first calls of their sizes allocate and compile

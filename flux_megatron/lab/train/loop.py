@@ -19,7 +19,7 @@ from flux_megatron.lab.train.data import gpt_dataset, microbatches
 from flux_megatron.lab.train.model import Trainee, layer_context
 from flux_megatron.lab.train.run_folder import counts_of_all_ranks, show
 from flux_megatron.overlap.report import report, reset_report
-from flux_megatron.symm.step import confirm_step
+from flux_megatron.symm.step_end import confirm_step
 
 
 class StopRequest:

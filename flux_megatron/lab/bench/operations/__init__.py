@@ -20,7 +20,7 @@ from torch import Tensor
 from flux_megatron.lab.bench.candidates import replayed
 from flux_megatron.lab.bench.options import OperationOptions
 from flux_megatron.lab.bench.table_run import Run
-from flux_megatron.symm.step import synchronize
+from flux_megatron.symm.step_end import synchronize
 from flux_megatron.symm.workspace import release
 
 GRACE_S = 15
