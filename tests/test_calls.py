@@ -327,6 +327,8 @@ def test_a_program_makes_no_more_tensors_than_there_are_registers_for(space):
     assert last.operand.register == TABLE - 1
     with pytest.raises(AssertionError, match="at most 7 tensors"):
         made.x.new_empty(1, 1)
+    with pytest.raises(AssertionError, match="more than 7 tensors"):
+        by_c._Builder(made, space.engine, made.space.engine.current)._scratch(8)
 
 
 @pytest.mark.parametrize("watched", [False, True])

@@ -15,7 +15,7 @@ import torch
 
 from flux_megatron.symm import enqueue
 from flux_megatron.symm.copy_engine import CopyEngine
-from flux_megatron.symm.enqueue import MADE, STREAM, Operand, W, X
+from flux_megatron.symm.enqueue import MADE, STREAM, TABLE, Operand, W, X
 from flux_megatron.symm.program import CallProgram
 from flux_megatron.symm.steps import Launch, Move, Step, TorchCall
 
@@ -132,5 +132,6 @@ class _Builder:
         return made
 
     def _scratch(self, size: int) -> Operand:
+        assert MADE + len(self._made) < TABLE, f"more than {TABLE - MADE} tensors"
         self._made.append(((size,), torch.int8))
         return Operand(MADE + len(self._made) - 1)
