@@ -63,7 +63,11 @@ class Choice(Generic[S]):
 @dataclass(frozen=True)
 class Decision(Choice[registry.Strategy]):
     problem: Problem
-    build: Builder
+
+    @cached_property
+    def build(self) -> Builder:
+        """What makes the program."""
+        return self.strategy.BUILDERS[self.problem.pattern]
 
     def gather_plan(self) -> Plan:
         """The plan of the gather of x beside this GEMM+RS in a column layer's backward; the log of
@@ -217,8 +221,7 @@ def _new_decision(
         warnings.warn(f"flux_megatron: FLUX_MEGATRON_FP8_WIRE=1: {why}", stacklevel=2)
     description = f"{problem} with {plan.dumps()}"
     strategy = registry.strategy(problem, plan.strategy)
-    build = strategy.BUILDERS[pattern]
-    return Decision(str(pattern), strategy, plan, space, fallback, description, problem, build)
+    return Decision(str(pattern), strategy, plan, space, fallback, description, problem)
 
 
 def _problem(

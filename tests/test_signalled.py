@@ -19,7 +19,7 @@ from flux_megatron.kernels.hopper import config as hopper_config
 from flux_megatron.kernels.hopper import gemm as hopper_gemm
 from flux_megatron.kernels.portable.signalled_gemm import bands, ends_of
 from flux_megatron.kernels.triton_launch import Launcher
-from flux_megatron.overlap import registry, signalled
+from flux_megatron.overlap import calls, collectives, registry, sequential, signalled
 from flux_megatron.overlap import stage as stages
 from flux_megatron.patterns import ROW, Pattern
 from flux_megatron.problem import MAX_GROUPS, Plan, Problem, Tile
@@ -217,6 +217,19 @@ def test_a_communicator_for_each_number_of_sms(monkeypatch):
     assert [one.args[1] for one in own.call_args_list] == [4, 16]
     stage.close()
     assert few.abort.call_count == many.abort.call_count == 1
+
+
+@on_cpu_ranks(2)
+def test_an_error_of_one_call_is_none_of_another_that_is_open(rank):
+    x, w, group = torch.ones(8, 4), torch.ones(3, 4), dist.group.WORLD
+    scatter = pieces.start_gemm_rs(x, w, group, plan=Plan("signalled", tile=SMALL))
+    space = workspace(group, here())
+    gather = calls.start_gather(sequential.gather_rows, x, Plan("sequential"), space)
+    fails = mock.patch.object(collectives, "wait", side_effect=RuntimeError("no rows"))
+    with fails, pytest.raises(RuntimeError, match="no rows"):
+        gather.complete()
+    assert torch.equal(scatter.finish(), torch.full((4, 3), 8.0))
+    space.check()
 
 
 @on_cpu_ranks(2)

@@ -122,7 +122,7 @@ def _begin(every: Tensor, w: ExpertWeights, layout: str, plan: Plan, space: Work
     numbers = tuple(every.flatten().tolist())
     order = order_of(numbers, len(every), rank, plan.bands, plan.tile.block_m, space.device)
     space.engine.follow()
-    stage.begin()  # no fork: the host has waited for all that x comes from
+    stage.begin(order)  # no fork: the host has waited for all that x comes from
     return _Call(order, stage, group, w, layout, plan, int(every[:, rank].sum()))
 
 

@@ -124,7 +124,7 @@ class InFlight:
 
     def _fail(self, error: BaseException) -> None:
         """In the middle of a call, for which other ranks wait whom a collective does not tell."""
-        if self.calls or any(one.open for one in self.space.kept.values()):
+        if self.calls or any(one.open is self for one in self.space.kept.values()):
             self.space.break_off(error)
 
     def _take_back(self) -> bool:

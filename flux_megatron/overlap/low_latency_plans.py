@@ -93,9 +93,9 @@ class Kind:
 
 SMS = 132
 LEAST_K = 1280  # of a part: 2560 x 2048 in two was 18 % slower from 64 rows on (H200)
-# They hold for bfloat16 on H200 and H100, 1 to 128 rows, 5,120 to 28,672 columns and K from 4,096
-# to 28,672 on each of two ranks (untuned.jsonl, few_rows.jsonl, 2026-11-27); elsewhere they are a
-# guess, which a race at the first call corrects.
+# Rows of today's kernels, bfloat16, TP 2: 16 and 64 rows of 5120 x 8192 and 8192 x 4096 (N x K of a
+# rank, H200 and H100, untuned.jsonl, 2026-11-27), 128 rows of 28672 x 8192 and 8192 x 28672 (H200,
+# few_rows.jsonl). Elsewhere they are a guess, which a race at the first call corrects.
 # The first that holds a problem. With few columns an SM has one CTA with much under way, or several
 # that share K; with more, all tiles are resident at once, so that none begins when the others end.
 TILES = (

@@ -92,9 +92,9 @@ def _gather_bands(call: InFlight, x: Tensor, w: Tensor, *made: Tensor) -> None:
     program, space = call.program, call.space
     stage, group = stage_of(space), communicator(space, program.plan.comm_sms)
     right = w.t() if program.layout == "nt" else w
-    stage.begin()
+    stage.begin(call)
     gathered_bands.ag_gemm(program.plan.group_rows, group, stage.stream, space, x, right, *made)
-    stage.open = False
+    stage.open = None
 
 
 def _gemm_rs(p: CallProgram) -> Slot:
@@ -149,7 +149,7 @@ def _by_bands(
 def _begin(call: InFlight, table: Tensor) -> None:
     stage = stage_of(call.space)
     communicator(call.space, call.program.plan.comm_sms)  # made before anything is enqueued
-    stage.begin()
+    stage.begin(call)
     if capturing(call.space.device):
         stage.hold(table)
     stage.stream.fork()  # before the kernel: collectives wait for tiles, not for its end
@@ -169,7 +169,7 @@ def _collect(
 def _finish(call: InFlight) -> None:
     stage = stage_of(call.space)
     stage.stream.join()
-    stage.open = False
+    stage.open = None
 
 
 def kernel_of(

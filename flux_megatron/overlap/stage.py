@@ -28,15 +28,17 @@ class Stage:
     open call.
     """
 
+    open: object  # the call that is, or None
+
     @lasting()
     def __init__(self, device: torch.device) -> None:
         self.stream = communication_stream(device)
         self.counters = torch.zeros(MAX_GROUPS, dtype=torch.int32, device=device)
         self.work_counter = torch.zeros(WORK_WORDS, dtype=torch.int32, device=device)
-        self.open = False
+        self.open = None
         self.communicators: dict[int, Any] = {}  # by the SMs that they may hold
         self._device = device
-        self._captured: list[Tensor] = []  # tables whose addresses graphs know
+        self._captured: dict[int, Tensor] = {}  # tables, by the addresses that graphs know
 
     @lasting()
     def table(self, of_bands: tuple[Band, ...]) -> Tensor:
@@ -58,15 +60,15 @@ class Stage:
             _, own = self.communicators.popitem()
             own.abort()
 
-    def begin(self) -> None:
+    def begin(self, call: object) -> None:
         """Open a call; no second one beside it."""
-        if self.open:
+        if self.open is not None:
             raise errors.WorkspaceError("a GEMM of signalled was begun while another was open")
-        self.open = True
+        self.open = call
 
     def hold(self, table: Tensor) -> None:
         """A graph captures a call with it."""
-        self._captured.append(table)
+        self._captured[table.data_ptr()] = table
 
     def count_of(self, band: int) -> int:
         """The address of a band's counter."""
@@ -78,7 +80,7 @@ def join(workspace: Workspace) -> None:
     stage = stage_of(workspace)
     workspace.engine.follow()
     stage.join()
-    stage.open = False
+    stage.open = None
 
 
 def stage_of(workspace: Workspace) -> Stage:
