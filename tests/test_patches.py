@@ -5,6 +5,7 @@ are copied. Their own imports must be installed (0.14 to 0.16: six, regex, sente
 """
 
 import ast
+import errno
 import os
 import re
 import shutil
@@ -144,6 +145,20 @@ def test_apply_inserts_and_undo_restores_every_byte(checkout, ends):
         ARGUMENTS
     ]
     checkouts.undo(checkout)
+    assert contents(checkout) == before
+
+
+def test_a_full_disk_leaves_what_was_there(checkout, monkeypatch):
+    before = contents(checkout)
+
+    def half(file: Path, data: bytes) -> None:
+        with file.open("wb") as stream:
+            stream.write(data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    with pytest.raises(Refused, match="No space left on device"):
+        checkouts.apply(checkout)
     assert contents(checkout) == before
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,11 +66,13 @@ def apply(checkout: Path) -> State:
     state = examine(checkout)
     if state.differences or state.applied:
         raise Refused(str(state))
+    patched: dict[str, str] = {}
     for hunk in reversed(hunks()):  # the later ones first: they move nothing above them
-        lines = _read(checkout, hunk.path).split("\n")
+        lines = (patched.get(hunk.path) or _read(checkout, hunk.path)).split("\n")
         place = _unpatched(checkout, hunk.path)[hunk.function].first - 1 + hunk.after
         lines[place:place] = hunk.lines
-        _write(checkout, hunk.path, "\n".join(lines))
+        patched[hunk.path] = "\n".join(lines)
+    _write(checkout, patched)
     return state
 
 
@@ -81,9 +84,11 @@ def undo(checkout: Path) -> State:
     state = examine(checkout)
     if not state.applied:
         raise Refused(str(state))
+    restored: dict[str, str] = {}
     for hunk in hunks():
-        source = _read(checkout, hunk.path)
-        _write(checkout, hunk.path, source.replace(hunk.text, "", 1))
+        source = restored.get(hunk.path) or _read(checkout, hunk.path)
+        restored[hunk.path] = source.replace(hunk.text, "", 1)
+    _write(checkout, restored)
     return state
 
 
@@ -121,8 +126,18 @@ def _read(checkout: Path, path: str) -> str:
     return file.read_bytes().decode() if file.is_file() else ""
 
 
-def _write(checkout: Path, path: str, source: str) -> None:
-    (checkout / path).write_bytes(source.encode())
+def _write(checkout: Path, sources: dict[str, str]) -> None:
+    """Each file at once, or not at all: a full disk leaves what was there."""
+    for path, source in sources.items():
+        file = (checkout / path).resolve()
+        new = file.with_name(f"{file.name}.patched")
+        try:
+            new.write_bytes(source.encode())
+            shutil.copymode(file, new)
+            new.replace(file)
+        except OSError as error:
+            new.unlink(missing_ok=True)
+            raise Refused(f"{file}: {error}") from None
 
 
 def _distance(version: str, other: str) -> tuple[int, ...]:
