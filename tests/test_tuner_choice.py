@@ -369,26 +369,47 @@ def test_rows_in_parts_of_k_are_tried_where_few_rows_have_long_k():
     assert tried(256, 2047) == tried(112, 1024) == tried(2048, 8192) == set()
 
 
-def test_short_sums_are_pushed_in_quarters_and_few_rows_by_sms():
-    def tried(M: int, K_local: int, world_size: int = 2) -> set[tuple[str, int]]:
-        """Transports, and communication tiles of a shard."""
-        problem = Problem(Pattern.GEMM_RS, M, 8192, world_size * K_local, "bfloat16", world_size)
-        plans = [hopper.default_plan(problem), *hopper.candidates(problem)]
-        return {(plan.transport, cdiv(problem.M_shard, plan.comm_rows)) for plan in plans}
-
-    halves, quarters, by_sm = ("copy_engine", 2), ("copy_engine", 4), ("sm", 8)
-    assert tried(8192, 1024) == tried(8192, 2048) == {halves, quarters, by_sm}
-    assert tried(8192, 4096) == {halves, quarters}
-    assert tried(8192, 6144) == tried(8192, 1024, world_size=4) == {halves}
-    assert tried(1024, 8192) == tried(2048, 8192) == {halves, by_sm}
-    assert tried(2304, 8192) == {halves}
+BY_SM, AT_ONCE, IN_HALVES, QUARTERS, EIGHTHS = ("sm", 8), *(("copy_engine", n) for n in (1, 2, 4, 8))
 
 
-def test_the_sms_push_small_results_and_of_fp8_only_half_as_much():
-    def pushes(dtype: str, M: int) -> str:
-        given = {"out_dtype": "bfloat16"} if dtype.startswith("float8") else {}
-        problem = Problem(Pattern.GEMM_RS, M, 4096, 16384, dtype, 2, **given)
-        return hopper.default_plan(problem).transport
+@pytest.mark.parametrize(
+    ("M", "K", "kind", "pushes"),
+    [
+        (1024, 8192, "bfloat16", [BY_SM, IN_HALVES]),
+        (1026, 8192, "bfloat16", [IN_HALVES, BY_SM]),
+        (2046, 8192, "bfloat16", [IN_HALVES, BY_SM]),
+        (2048, 8192, "bfloat16", [QUARTERS, BY_SM]),
+        (2048, 2048, "bfloat16", [BY_SM, QUARTERS]),  # the link is late
+        (4096, 1024, "bfloat16", [BY_SM, QUARTERS]),
+        (2304, 8192, "bfloat16", [QUARTERS]),
+        (8192, 2048, "bfloat16", [QUARTERS, BY_SM]),
+        (8192, 2056, "bfloat16", [QUARTERS]),
+        (8194, 8192, "bfloat16", [EIGHTHS]),
+        (8192, 1024, "bfloat16, 4 ranks", [IN_HALVES, QUARTERS]),
+        (512, 4096, "fast", [BY_SM, AT_ONCE, IN_HALVES]),
+        (514, 4096, "fast", [AT_ONCE, IN_HALVES, BY_SM]),
+        (1024, 4096, "fast", [AT_ONCE, IN_HALVES, BY_SM]),
+        (1024, 4096, "split", [IN_HALVES, AT_ONCE, BY_SM]),
+        (2048, 2048, "fast", [QUARTERS, BY_SM]),
+        (1024, 8192, "fast, 4 ranks", [AT_ONCE, IN_HALVES, BY_SM]),
+    ],
+)
+def test_who_pushes_a_shard_in_how_many_parts(M, K, kind, pushes):
+    """Of R * M / 2 rows of 8192; what is first is chosen unmeasured."""
+    R = 4 if "4 ranks" in kind else 2
+    problem = Problem(Pattern.GEMM_RS, R * M // 2, 8192, R * K, "bfloat16", R)
+    if "bfloat16" not in kind:
+        types = {"out_dtype": "bfloat16", "split_accumulator": kind == "split"}
+        problem = replace(problem, dtype="float8_e4m3fn", **types)
+    plans = [hopper.default_plan(problem), *hopper.candidates(problem)]
+    tried = ((plan.transport, cdiv(problem.M_shard, plan.comm_rows)) for plan in plans)
+    assert [*dict.fromkeys(tried)] == pushes
 
-    assert pushes("bfloat16", 2048) == pushes("float8_e4m3fn", 1024) == "sm"
-    assert pushes("bfloat16", 2050) == pushes("float8_e4m3fn", 1026) == "copy_engine"
+
+def test_long_sums_with_a_split_accumulator_have_square_groups_of_tiles():
+    def group(K: int, split: bool = True) -> int:
+        types = {"out_dtype": "bfloat16", "split_accumulator": split}
+        problem = Problem(Pattern.AG_GEMM, 4096, 8192, K, "float8_e4m3fn", 2, **types)
+        return hopper.default_plan(problem).tile.group_m
+
+    assert (group(8192), group(8176), group(8192, split=False)) == (12, 16, 16)

@@ -26,14 +26,23 @@ BY_SM_BYTES = 8 << 20  # that a rank sends to each peer; more goes by copy engin
 # 8 MiB 70, 114 and 180, or 78, 105 and 171. Under contention SMs are never slower, in four shapes
 # (2 x H200, 2026-11-27, h200x2/fp8_pushes.jsonl).
 FP8_BY_SM_BYTES = 4 << 20
-# GEMM+RS over two ranks makes rows as fast as it pushes them where K is 2,048 (770 TFLOP/s, 370
-# GB/s). Where K is hardly longer, quarters of a shard begin their push soon enough, and halves do
-# not: 266 us instead of 286 at 4096 x 8192 x 2048 beside others (2 x H200, 2026-11-25,
-# h200x2/held_out.jsonl). Where it is no longer the link may be late in any case, and stores of the
-# SMs beat copy engines: 97 us, not 110, at 1536 x 8192 x 2048, 159, not 171, at 8192 x 4096 x 1024,
-# but 223, not 212, at 4096 x 8192 x 2048. With K >= 4096 and more than 10 MiB a peer they take .99
-# to 1.05 of the time. (2 of 4 x H200, 2026-11-27, h200x2/trees.jsonl.)
-SHORT_K, LATE_LINK_K = 4096, 2048
+# The SMs push more than that where K is short: over two ranks, bytes times K up to this. There they
+# take .87 to .99 of the copy engines' time (three shapes), else 1.00 to 1.12 (16; 2 x H200,
+# 2026-11-28, h200x2/pushes.jsonl).
+BY_SM_BYTES_K = 1 << 35
+LATE_LINK_K = 2048  # up to which more than 2 * BY_SM_BYTES by the SMs are worth a measurement
+# In how many communication tiles copy engines push a shard of more than so many bytes. Where K is
+# short the link ends behind the GEMM, and what is multiplied behind the last arrival is one of
+# these. Four in place of two take .81 to .95 of the time in 13 of 45 races, all with K up to 2,048
+# or 4,096 of FP8, alone or beside others, and .98 to 1.01 in the other 32; eight of more than 64
+# MiB .95 to 1.00 of four. Below 16 MiB four take 1.04 to 1.14 of two. With a split accumulator two
+# of 8 MiB take .91 of one. (The same rows. Four ranks are not measured: their races try these.)
+PUSHES = ((64 << 20, COMM_TILES_MAX), ((16 << 20) - 1, 4), (BY_SM_BYTES, 2))
+BY_SM = ("sm", COMM_TILES_MAX)  # they signal for nothing, a copy engine takes 10 us to begin each
+# Groups of 12 rows of NARROW tiles are as high as a wave is wide, and read least. With a split
+# accumulator they take .95 to .99 of the time of groups of 16 where K is 12288 or more (nine
+# shapes), .99 and 1.00 at 8192, 1.00 and 1.01 below (two each; the same rows and card).
+SQUARE_GROUP, SQUARE_K = 12, 8192
 FEW_ROWS = 1024  # of all ranks: with more no GEMM was fastest with tiles of 64 rows
 # Eight took 1 us less to 2 more where K is 12288, and 19 more at 128 x 5120 x 8192: copies of 128
 # KB and their signals take longer than they hide (2 x H100, 2026-11-25, h100x2/k_parts.jsonl).
@@ -47,16 +56,34 @@ def default_plan(problem: Problem) -> Plan:
         low = problem.M_shard < TILE.block_m
         wide = wide_tile(problem.M, problem.N_local, problem.K_local)
         return Plan("hopper", tile=_tile_of(problem, LOW[0] if low else wide))
+    return _pushed(problem, _pushes(problem)[0], _tile_of(problem, replace(TILE, group_m=16)))
+
+
+def _pushed(problem: Problem, push: tuple[str, int], tile: Tile) -> Plan:
+    transport, comm_tiles = push
+    comm_rows = cdiv(problem.M_shard, comm_tiles)
+    return Plan("hopper", comm_rows=comm_rows, tile=tile, transport=transport)
+
+
+def _pushes(problem: Problem) -> list[tuple[str, int]]:
+    """Who pushes a shard of GEMM+RS, and in how many communication tiles: first what is chosen
+    unmeasured, then what is worth a measurement.
+    """
     size_bytes = problem.M_shard * problem.N_local * 2
-    by_sm = size_bytes <= (FP8_BY_SM_BYTES if problem.scaled else BY_SM_BYTES)
-    # the SMs signal for nothing, a copy engine takes 10 us to begin each
-    comm_tiles = COMM_TILES_MAX if by_sm else 1 if size_bytes <= BY_SM_BYTES else 2
-    return Plan(
-        "hopper",
-        comm_rows=cdiv(problem.M_shard, comm_tiles),
-        tile=_tile_of(problem, replace(TILE, group_m=16)),
-        transport="sm" if by_sm else "copy_engine",
-    )
+    R, K = problem.world_size, problem.K_local
+    fewest = 2 if problem.split_accumulator or not problem.scaled else 1
+    comm_tiles = next((count for above, count in PUSHES if size_bytes > above), fewest)
+    tried = [comm_tiles] if R <= 2 or comm_tiles <= 2 else [2, comm_tiles]
+    engines = [("copy_engine", count) for count in tried]
+    if problem.scaled and size_bytes <= BY_SM_BYTES:
+        engines.append(("copy_engine", 3 - fewest))
+    by_sm = FP8_BY_SM_BYTES if problem.scaled else BY_SM_BYTES
+    if size_bytes <= by_sm or (not problem.scaled and R == 2 and size_bytes * K <= BY_SM_BYTES_K):
+        return [BY_SM, *engines]
+    # 2048 x 5120 x 12800, of 10 MiB, takes 386 us by SMs, 403 by copy engines; 2304 x 5120 x 13824,
+    # of 11, 484 and 475 (2 of 4 x H200, 2026-11-27, h200x2/trees.jsonl)
+    close = size_bytes <= 2 * BY_SM_BYTES or (R == 2 and K <= LATE_LINK_K)
+    return [*engines, BY_SM] if close else engines
 
 
 def _tile_of(problem: Problem, tile: Tile) -> Tile:
@@ -68,6 +95,8 @@ def _tile_of(problem: Problem, tile: Tile) -> Tile:
     wide_sums = problem.spec.scatters and problem.out_dtype == "float32"
     if tile.block_m == TILE.block_m and (problem.split_accumulator or wide_sums):
         tile = replace(NARROW, num_stages=5) if wide_sums else NARROW
+    if problem.split_accumulator and tile.block_m == tile.block_n and problem.K_local >= SQUARE_K:
+        tile = replace(tile, group_m=SQUARE_GROUP)
     return replace(tile, block_k=2 * tile.block_k)
 
 
@@ -98,40 +127,18 @@ def candidates(problem: Problem) -> list[Plan]:
             low = [replace(default, tile=tile) for tile in LOW]
             plans += [*low, *_in_parts_of_k(problem, [default, narrow])]
         return plans
-    wide = replace(default, tile=replace(default.tile, group_m=8))
-    plans = [default, narrow, wide]
-    plans += [
-        replace(plan, transport=transport, comm_rows=cdiv(problem.M_shard, comm_tiles))
-        for transport, comm_tiles in _other_pushes(problem)
-        for plan in (default, narrow, wide)
-    ]
-    return [*dict.fromkeys(plans)]
+    tiles = default.tile, NARROW, replace(default.tile, group_m=8)
+    return [_pushed(problem, push, tile) for push in _pushes(problem) for tile in tiles]
 
 
 def _of_fp8(problem: Problem, default: Plan) -> list[Plan]:
     """GEMMs are half as long beside results of 16 bits: who pushes them matters more than tiles."""
     plans = [default]
     if problem.spec.scatters:
-        pushes = (("sm", COMM_TILES_MAX), ("copy_engine", 1), ("copy_engine", 2))
-        plans += [
-            replace(default, transport=transport, comm_rows=cdiv(problem.M_shard, comm_tiles))
-            for transport, comm_tiles in pushes
-        ]
+        plans = [_pushed(problem, push, default.tile) for push in _pushes(problem)]
     if problem.M_shard >= TILE.block_m:
         plans += [replace(plan, tile=_tile_of(problem, NARROW)) for plan in plans]
     return [*dict.fromkeys(plans)]
-
-
-def _other_pushes(problem: Problem) -> list[tuple[str, int]]:
-    """Transports of GEMM+RS besides the default, with the communication tiles of a shard."""
-    # 2048 x 5120 x 12800, of 10 MiB, takes 386 us by SMs, 403 by copy engines; 2304 x 5120 x 13824,
-    # of 11, 484 and 475 (2 of 4 x H200, 2026-11-27, h200x2/trees.jsonl)
-    if problem.M_shard * problem.N_local * 2 <= 2 * BY_SM_BYTES:
-        return [("sm", COMM_TILES_MAX), ("copy_engine", 2)]
-    if problem.world_size > 2 or problem.K_local > SHORT_K:
-        return []
-    by_sm = [("sm", COMM_TILES_MAX)] if problem.K_local <= LATE_LINK_K else []
-    return [*by_sm, ("copy_engine", 4)]
 
 
 def _in_parts_of_k(problem: Problem, plans: list[Plan]) -> list[Plan]:
