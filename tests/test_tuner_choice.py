@@ -369,7 +369,8 @@ def test_rows_in_parts_of_k_are_tried_where_few_rows_have_long_k():
     assert tried(256, 2047) == tried(112, 1024) == tried(2048, 8192) == set()
 
 
-BY_SM, AT_ONCE, IN_HALVES, QUARTERS, EIGHTHS = ("sm", 8), *(("copy_engine", n) for n in (1, 2, 4, 8))
+BY_SM = ("sm", 8)
+AT_ONCE, IN_HALVES, QUARTERS, EIGHTHS = (("copy_engine", count) for count in (1, 2, 4, 8))
 
 
 @pytest.mark.parametrize(

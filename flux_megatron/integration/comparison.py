@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -24,6 +26,11 @@ RESAMPLES = 4000
 COVERAGE = 0.95
 
 Pair = tuple[Sequence[float], Sequence[float]]  # seconds of iterations: stock, fused
+
+# Those that take turns, block by block: stock, ours, and what a measurement adds.
+ARMS: tuple[Callable[[], AbstractContextManager], ...] = (
+    partial(arm.use, stock=True), partial(arm.use, stock=False),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,15 +82,15 @@ class Comparison:
     """Calls an iteration in its arm, and keeps its time if the block is warm."""
 
     def __init__(self, block: int) -> None:
-        self.block = block
+        self.block, self.arms = block, ARMS
         self.count = 0
-        self._blocks: list[list[float]] = []  # stock, fused, stock ...
+        self._blocks: list[list[float]] = []  # of the arms in turn
 
     def run(self, iteration: Callable[[], Any]) -> Any:
         """What `iteration` returns. The GPU is idle before and after, in both arms alike."""
         index, position = divmod(self.count, self.block)
         self.count += 1
-        with arm.use(stock=index % 2 == 0):
+        with self.arms[index % len(self.arms)]():
             _wait_for_gpu()
             start = time.perf_counter()
             result = iteration()
@@ -95,10 +102,11 @@ class Comparison:
         return result
 
     def result(self) -> Speedup | None:
-        """Of all pairs of blocks that are complete; None before the first is."""
-        done = self.count // (2 * self.block)
-        blocks = self._blocks[: 2 * done]
-        return speedup(list(zip(blocks[::2], blocks[1::2], strict=True))) if done else None
+        """Of all turns that are complete; None before the first is."""
+        turn = len(self.arms)
+        done = self.count // (turn * self.block)
+        blocks = self._blocks[: turn * done]
+        return speedup(list(zip(blocks[::turn], blocks[1::turn], strict=True))) if done else None
 
 
 def alternate(training: Any, block: int) -> Comparison:

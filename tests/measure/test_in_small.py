@@ -17,6 +17,7 @@ from bench_run import run_here
 from ranks import on_cpu_ranks, run_ranks
 
 import flux_megatron
+from flux_megatron.integration import arm, comparison
 from flux_megatron.lab.bench import operations
 from flux_megatron.lab.measure import (
     breakdown,
@@ -25,6 +26,7 @@ from flux_megatron.lab.measure import (
     fp8_operations,
     gpu_run,
     iterations,
+    without_collectives,
 )
 
 PACKAGE = Path(flux_megatron.__file__).parent
@@ -39,7 +41,7 @@ block = int(words[words.index("--flux-compare") + 1])
 while not gate.exists():
     time.sleep(0.01)
 for i in range(1, steps + 1):
-    milliseconds = (120 if (i - 1) // block % 2 == 0 else 100) + i % 3
+    milliseconds = (120, 105, 100)[(i - 1) // block % 3]
     if os.environ["RANK"] == "1":
         print(f" [2026-11-21 18:00:{i % 60:02}] iteration {i}/ {steps} | "
               f"elapsed time per iteration (ms): {milliseconds} | global batch size: {batch} | "
@@ -161,10 +163,40 @@ def test_whole_iterations_and_a_process_that_fails(tmp_path, monkeypatch, capsys
         iterations.main(tmp_path, tmp_path / "rows", tp=2, M="2048")
     assert end.value.exit_code == 1
     assert "no such thing" in capsys.readouterr().err
-    stock, flux = map(json.loads, (tmp_path / "rows").read_text().splitlines())
-    assert (stock["arm"], stock["median_ms"], len(stock["times_ms"])) == ("stock", 121, 36)
-    assert (flux["arm"], flux["median_ms"], len(flux["times_ms"])) == ("flux", 101, 36)
-    assert flux["speedup_low_middle_high"][1] == pytest.approx(121 / 101, abs=1e-3)
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    times = {row["arm"]: (row["median_ms"], len(row["times_ms"])) for row in rows}
+    assert times == {"stock": (120, 36), "flux": (105, 36), "without_collectives": (100, 36)}
+    flux = rows[1]
+    assert flux["speedup_low_middle_high"][1] == pytest.approx(120 / 105, abs=1e-3)
+    assert flux["E"] == 0.75
+
+
+def test_the_arm_without_collectives(monkeypatch):
+    """Rows of this rank stand for the others', and only groups of tensor parallelism are silent."""
+    made = mock.Mock(spec=[])
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
+        made_here = mock.Mock(return_value=name, __wrapped__=None)
+        monkeypatch.setattr(torch.distributed, name, made_here)
+        setattr(made, name, made_here)
+    monkeypatch.setattr(comparison, "ARMS", comparison.ARMS)
+    monkeypatch.setattr(without_collectives, "_is_tensor_parallel", lambda group: group == "tp")
+    without_collectives.add()
+    rows, gathered, part = torch.arange(6.0).view(2, 3), torch.zeros(4, 3), torch.zeros(1, 3)
+    dist, arms = torch.distributed, comparison.Comparison(2)
+
+    def iteration() -> bool:
+        dist.all_gather_into_tensor(gathered, rows, group="tp")
+        work = dist.reduce_scatter_tensor(part, rows, group="tp", async_op=True)
+        dist.all_reduce(rows, group="dp")
+        return work != "reduce_scatter_tensor" and work.wait()
+
+    assert [arms.run(iteration) for _ in range(6)] == [*[False] * 4, True, True]
+    assert torch.equal(gathered, rows.repeat(2, 1))
+    assert torch.equal(part, rows[:1])
+    assert made.all_gather_into_tensor.call_count == made.reduce_scatter_tensor.call_count == 4
+    assert made.all_reduce.call_count == 6
+    assert arms.result().iterations == 1
+    assert not arm.stock_now()
 
 
 def test_time_in_which_only_communication_runs(tmp_path):

@@ -12,9 +12,10 @@ one: the optimizer's share is largest then. `--layers` makes them fit less memor
 what tensor parallelism is beside: nothing, two replicas whose gradients and parameters travel
 meanwhile, or two stages of an interleaved pipeline. For each model and M two processes a rank run
 (`--arms`), one after the other on the same GPUs:
-- compare, `--flux-compare`: stock iterations and ours in turn, blocks of `--block`. The first pair
-  of blocks and the first iteration of every block warm up; times of the others are compared pair by
-  pair, `--pairs` of them.
+- compare, `--flux-compare`: stock iterations, ours, and stock ones without tensor-parallel
+  collectives in turn, blocks of `--block`. The first turn and the first iteration of every block
+  warm up; times of the others are compared turn by turn, `--pairs` of them. E is the share of what
+  the third arm gains that ours gains.
 - te, `--tp-comm-overlap`: TransformerEngine's layers and userbuffers, `--timed` iterations after
   `WARM_UP`.
 - flux: ours alone, as many.
@@ -51,6 +52,7 @@ from flux_megatron.lab.measure.megatron_jobs import (
     EXPERIMENTS,
     PAIRS,
     TIMED,
+    TURN,
     WARM_UP,
     Job,
     Length,
@@ -65,20 +67,22 @@ SHOWN = ("model", "tp", "dp", "pp", "M", "micro_batches", "arm")
 
 
 def compared(times: dict[int, float], length: Length) -> tuple[dict[str, list[float]], dict]:
-    """Times of each arm, and columns of our row: low, middle and high speedup, and in words."""
+    """Times of each arm, and columns of our row: low, middle and high speedup, in words, and E."""
     from flux_megatron.integration.comparison import WARM_UP as COLD
     from flux_megatron.integration.comparison import speedup
 
     blocks = [
         [times[1 + length.block * index + at] for at in range(COLD, length.block)]
-        for index in range(2, 2 * (length.pairs + 1))
+        for index in range(len(TURN), len(TURN) * (length.pairs + 1))
     ]
-    stock, flux = blocks[::2], blocks[1::2]
-    found = speedup(list(zip(stock, flux, strict=True)))
+    by_arm = {name: blocks[place :: len(TURN)] for place, name in enumerate(TURN)}
+    found = speedup(list(zip(by_arm["stock"], by_arm["flux"], strict=True)))
     low, high = found.interval or (found.ratio, found.ratio)
     ratio = [round(value, 4) for value in (low, found.ratio, high)]
-    columns = {"speedup_low_middle_high": ratio, "speedup": str(found)}
-    return {"stock": [*chain(*stock)], "flux": [*chain(*flux)]}, columns
+    arms = {name: [*chain(*blocks)] for name, blocks in by_arm.items()}
+    stock, flux, best = (statistics.median(arms[name]) for name in TURN)
+    E = round((stock - flux) / (stock - best), 3)
+    return arms, {"speedup_low_middle_high": ratio, "speedup": str(found), "E": E}
 
 
 def rows(job: Job, times: dict[int, float], machine: dict) -> Iterator[dict]:
@@ -148,7 +152,8 @@ def main(
             append(out, found)
             for row in found:
                 named = " ".join(f"{name} {row[name]}" for name in SHOWN)
-                print(f"{named} {row['median_ms']:.2f} ms", row.get("speedup", ""), flush=True)
+                E = f"E {row['E']}" if "E" in row else ""
+                print(f"{named} {row['median_ms']:.2f} ms", row.get("speedup", ""), E, flush=True)
             if time.monotonic() > end:
                 print("no time for the others")
                 processes.close()

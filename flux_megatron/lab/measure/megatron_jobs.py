@@ -27,6 +27,7 @@ EXPERIMENTS = (
 BLOCK, PAIRS = 5, 9  # 36 timed iterations of each arm; with 5 pairs one odd pair hid 5 %
 WARM_UP, TIMED = 10, 30  # of an arm that has a process of its own
 ARMS = ("compare", "te")
+TURN = ("stock", "flux", "without_collectives")  # of a comparison
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "tp": {},
     "dp": {
@@ -41,7 +42,7 @@ GRAPHS = ["--cuda-graph-impl", "local", "--te-rng-tracker"]
 
 @dataclass(frozen=True)
 class Length:
-    """Of a comparison: iterations of a block, and pairs of blocks. Of another arm: iterations."""
+    """Of a comparison: iterations of a block, and turns that count. Of another arm: iterations."""
 
     block: int = BLOCK
     pairs: int = PAIRS
@@ -93,7 +94,7 @@ def jobs(
         model = replace(model, name=name, layers=layers)
         found = {arm: replace(workload, model=model) for arm, workload in found.items()}
     flux = found["flux"]
-    steps = 2 * length.block * (length.pairs + 1)  # those of the first pair too
+    steps = len(TURN) * length.block * (length.pairs + 1)  # those of the first turn too
     compared = replace(flux, training=replace(flux.training, steps=steps))
     words = [*more, *UNFUSED]
     in_turn, in_graphs = [*words, "--flux-compare", str(length.block)], [*words, *GRAPHS]
@@ -161,7 +162,9 @@ def rank(gate: Path, script: str, arguments: list[str]) -> None:
     was.
     """
     from flux_megatron.integration import bootstrap
+    from flux_megatron.lab.measure import without_collectives
 
+    without_collectives.add()
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
     bootstrap.enter(script, arguments)
     import megatron.training  # noqa: F401  most of the time of a start

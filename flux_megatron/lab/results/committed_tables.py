@@ -26,11 +26,12 @@ CALLS = {"ag_gemm": "AG+GEMM", "gemm_rs": "GEMM+RS", "gemm_ar": "GEMM+AR", "back
 
 def _of_iterations(root: Path) -> Iterator[Cells]:
     for race in iterations(root / "docs/results"):
-        times = (race.time(arm, "median_ms") for arm in ("stock", "tp_comm_overlap", "flux"))
+        arms = "stock", "tp_comm_overlap", "flux", "without_collectives"
+        times = (race.time(arm, "median_ms") for arm in arms)
         middle, low, high = gain(race)
         *case, tokens, remark = race.case
         yield (race.gpus, *case, tokens + remark, *times, f"{middle} ({low} to {high})",
-               race.commit)  # fmt: skip
+               str(race.arms["flux"].get("E", "-")), race.commit)  # fmt: skip
 
 
 def _of_layers(root: Path) -> Iterator[Cells]:

@@ -1,0 +1,82 @@
+"""An arm of `--flux-compare` that computes nothing right: megatron-core's layers with the
+collectives of tensor parallelism left out. Its time is what could be gained at most.
+
+Where another rank's rows or sums would come from, a copy of this rank's own stands: numbers of such
+sizes draw as much power. It costs 10 to 20 us a collective, which counts against nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from flux_megatron.integration import arm, comparison
+
+_left_out = False
+
+
+class _Done:
+    """The work of a collective that is not made."""
+
+    def wait(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """Iterations whose tensor-parallel groups do not communicate."""
+    global _left_out
+    with arm.use(stock=True):
+        _left_out = True
+        try:
+            yield
+        finally:
+            _left_out = False
+
+
+def _gathered(out: Tensor, rows: Tensor) -> None:
+    out.view(-1, *rows.shape).copy_(rows)
+
+
+def _reduced(out: Tensor, rows: Tensor) -> None:
+    out.copy_(rows.view(-1, *out.shape)[0])
+
+
+def _nothing(tensor: Tensor) -> None:
+    pass
+
+
+_COPIES: dict[str, Callable[..., None]] = {
+    "all_gather_into_tensor": _gathered, "reduce_scatter_tensor": _reduced, "all_reduce": _nothing,
+}  # fmt: skip
+
+
+def add() -> None:
+    """Let comparisons have this arm behind stock and ours. Before megatron-core is imported, which
+    keeps what torch.distributed has.
+    """
+    comparison.ARMS = (*comparison.ARMS, left_out)
+    for name, copies in _COPIES.items():
+        setattr(dist, name, _or_copies(getattr(dist, name), copies))
+
+
+def _or_copies(original: Callable[..., Any], copies: Callable[..., None]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def collective(*given: Any, **named: Any) -> Any:
+        if not (_left_out and _is_tensor_parallel(named.get("group"))):
+            return original(*given, **named)
+        copies(*(one for one in (*given, *named.values()) if isinstance(one, Tensor)))
+        return _Done() if named.get("async_op") else None
+
+    return collective
+
+
+def _is_tensor_parallel(group: Any) -> bool:
+    from megatron.core import parallel_state
+
+    return group is not None and group is parallel_state.get_tensor_model_parallel_group()
