@@ -28,18 +28,17 @@ def kernel(x, SIZE: tl.constexpr, STEP: tl.constexpr):
 KEY = """
 import sys
 import json
+import kernel_of_a_test
 import kept_code
-from kernel_of_a_test import kernel
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import torch
+from flux_megatron.kernels.triton_launch import Code
 
 given = json.loads(sys.argv[1])
-types = {"x": given["type"], "SIZE": "constexpr", "STEP": "constexpr"}
-constants = {"SIZE": given["size"], "STEP": given["step"]}
-source = ASTSource(fn=kernel, signature=types, constexprs=constants)
-print(kept_code._key(source, GPUTarget("cuda", given["architecture"], 32), given["options"]))
+arguments = getattr(torch, given["dtype"]), given["size"], given["step"]
+code = Code("kernel_of_a_test", "kernel", arguments, (("num_warps", given["num_warps"]),))
+print(kept_code._key(code, given["architecture"]))
 """
-GIVEN = {"type": "*fp32", "size": 32, "step": 64, "architecture": 90, "options": {"num_warps": 4}}
+GIVEN = {"dtype": "float32", "size": 32, "step": 64, "architecture": 90, "num_warps": 4}
 
 
 def key(folder: Path, source: str = KERNEL, **changes: object) -> str:
@@ -68,10 +67,10 @@ def test_the_same_kernel_is_found_again(tmp_path, first):
     [
         {"source": KERNEL.replace("x + 1", "x + 2")},
         {"source": KERNEL.replace("+ STEP", "- STEP")},
-        {"type": "*bf16"},
+        {"dtype": "bfloat16"},
         {"size": 64, "step": 32},
         {"architecture": 100},
-        {"options": {"num_warps": 8}},
+        {"num_warps": 8},
     ],
     ids=["a function that it calls", "its source", "a type", "constants that change places",
          "the GPU", "an option"],
@@ -88,7 +87,7 @@ def test_only_results_of_the_same_key_are_taken(tmp_path, monkeypatch):
     try:
         for known, ptx in (("known", "kept"), ("another", "made")):
             monkeypatch.setattr(kept_code, "_key", lambda *_, known=known: known)
-            given = kept_code.compiled_or_kept(None, None, {}, lambda: {"ptx": "made"})
+            given = kept_code.compiled_or_kept(None, 90, lambda: {"ptx": "made"})
             assert given == {"key": known, "ptx": ptx}
     finally:
         kept_code._last_results.cache_clear()
