@@ -2,8 +2,8 @@
 
     python compile_kernels.py FILE    writes JSON: name -> {"ptx": ..., "shared_bytes": ...}
 
-Compiled are all kernels in all configurations that the strategies ship, for sm_80 and sm_90, those
-of one type for sm_100, and the broken kernels that the checks must reject.
+Compiled are all kernels in all configurations that the strategies ship, for sm_80 and sm_90, and
+those of one type for sm_100.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from itertools import product
 from unittest import mock
 
 import torch
-from broken_kernels import BROKEN
 from compile_source import call_of, codes_of, codes_of_plan, memory, write_ptx
 
 from flux_megatron.kernels.portable.signalled_gemm import signalled_gemm
@@ -86,15 +85,8 @@ def scaled(architecture: int) -> Iterator[tuple[str, Code]]:
         yield f"sm_{architecture} {problem.pattern} fp8 nt", code
 
 
-def broken() -> Iterator[tuple[str, Code]]:
-    for name, (kernel, constexprs) in BROKEN.items():
-        arguments = (torch.bfloat16, torch.bfloat16, torch.int32, 16, *constexprs.values())
-        options = (("num_warps", 4), ("num_stages", 1))
-        yield name, Code(kernel.__module__, kernel.__name__, arguments, options)
-
-
 def main() -> None:
-    found = {name: (code, 90) for name, code in broken()}
+    found = {}
     for architecture in FP8_ARCHITECTURES:
         found |= {name: (code, architecture) for name, code in scaled(architecture)}
     for architecture, dtypes in ARCHITECTURES.items():
