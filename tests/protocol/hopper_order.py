@@ -30,11 +30,11 @@ from ptx_order import (
     TMA_STORE,
     Misordered,
     Ptx,
-    check_acquire,
     check_bounded,
     check_count,
     check_gives_up,
     check_release,
+    check_waits,
     without_records,
 )
 
@@ -84,9 +84,7 @@ def check_awaited(ptx: Ptx) -> None:
     if not any(part.find(TMA_LOAD) for part, _ in waiting):
         raise Misordered("no signal is awaited before TMA loads")
     for part, barrier in waiting:
-        check_acquire(part, barrier)
-        check_bounded(part)
-        check_gives_up(part)
+        check_waits(part, barrier)
 
 
 def check_sent(ptx: Ptx) -> None:

@@ -264,6 +264,13 @@ def check_gives_up(ptx: Ptx, acquire: str = ACQUIRE) -> None:
             raise Misordered(f"a spin that never gives up: {ptx.instructions[poll]!r}")
 
 
+def check_waits(ptx: Ptx, barrier: str = BARRIER) -> None:
+    """Data is loaded after its signal, and every wait ends."""
+    check_acquire(ptx, barrier)
+    check_bounded(ptx)
+    check_gives_up(ptx)
+
+
 def _in_the_spin(ptx: Ptx, poll: int, pattern: str) -> list[int]:
     """What turns of this poll can pass. Outside lie other polls, the data, and records of waits."""
     outside = f"{ACQUIRE}|{ACQUIRE_GPU}|{LOAD}|{RECORD}"

@@ -13,10 +13,8 @@ from ptx_order import (
     PROXY_FENCE,
     RELEASE,
     Ptx,
-    check_acquire,
-    check_bounded,
-    check_gives_up,
     check_needed,
+    check_waits,
     parsed,
     without_records,
 )
@@ -33,12 +31,6 @@ def check_barrier(ptx: Ptx) -> None:
     ptx.require_some(ROWS, "no rows are stored")
     ptx.require_some(RELEASE, "no signal is released to the system")
     ptx.require(ROWS, RELEASE, BARRIER, "only one thread's rows: no CTA barrier")
-
-
-def check_waits(ptx: Ptx) -> None:
-    check_acquire(ptx)
-    check_bounded(ptx)
-    check_gives_up(ptx)
 
 
 @pytest.mark.parametrize("language", LANGUAGES)

@@ -11,9 +11,9 @@ from ptx_order import (
     Misordered,
     Ptx,
     check_acquire,
-    check_bounded,
     check_gives_up,
     check_needed,
+    check_waits,
     parsed,
     without_records,
 )
@@ -45,10 +45,7 @@ def test_a_signal_follows_the_rows_of_its_slice(compiled):
 @pytest.mark.parametrize("kernel", ["forward", "chunk_sums", "row_sums"])
 def test_rows_are_read_after_their_signal(compiled, kernel):
     for result in named(compiled, kernel).values():
-        ptx = parsed(result["ptx"])
-        check_acquire(ptx)
-        check_bounded(ptx)
-        check_gives_up(ptx)
+        check_waits(parsed(result["ptx"]))
 
 
 def test_a_warp_reads_whole_lines(compiled):
