@@ -26,14 +26,14 @@ def codes(problem: Problem, plan: Plan, space: Workspace) -> Iterator[Code]:
     gathers = problem.spec.gathers
     for borrows in (False, True) if gathers else (False,):
         for biased in (False, True) if gathers and not problem.is_backward else (False,):
-            yield from _launched(build, problem, plan, space, borrows, biased)
+            yield from launched(build, problem, plan, space, borrows, biased)
     if problem.is_backward and problem.spec.scatters and not problem.scaled:
         gather_plan = registry.gather_plan(problem, plan)
         gather = registry.gather_rows(gather_plan)
-        yield from _launched(gather, problem.dual, gather_plan, space, True, False)
+        yield from launched(gather, problem.dual, gather_plan, space, True, False)
 
 
-def _launched(
+def launched(
     build: Builder, problem: Problem, plan: Plan, space: Workspace, borrows: bool, biased: bool
 ) -> Iterator[Code]:  # fmt: skip
     x, w, bias, scaling = _operands(problem, space.device)

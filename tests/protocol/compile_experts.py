@@ -5,66 +5,63 @@ python compile_experts.py FILE    writes JSON: name -> {"ptx": ..., "shared_byte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from unittest import mock
 
-import compile_kernels
-from compile_kernels import compiled, constants
-from compile_source import write_ptx
+import torch
+from compile_source import call_of, codes_of, memory, write_ptx
 
-from flux_megatron.kernels.experts.a2a_gemm import a2a_gemm_kernel
-from flux_megatron.kernels.experts.gemm_a2a import expert_collect_kernel, gemm_a2a_kernel
-from flux_megatron.kernels.experts.routes import exchange_counts_kernel
-from flux_megatron.kernels.experts.signalled import signalled_experts_kernel
-from flux_megatron.kernels.experts.wgrad import expert_wgrad_kernel
+from flux_megatron.kernels.experts.a2a_gemm import a2a_gemm
+from flux_megatron.kernels.experts.call import ExpertCall, exchange_counts
+from flux_megatron.kernels.experts.gemm_a2a import expert_collect, gemm_a2a
+from flux_megatron.kernels.experts.signalled import signalled_experts
+from flux_megatron.kernels.experts.weights import ExpertWeights
+from flux_megatron.kernels.experts.wgrad import expert_wgrad
+from flux_megatron.kernels.triton_launch import Code
 from flux_megatron.problem import Tile
 
-_TYPES = {
-    **dict.fromkeys(("routes", "counts", "received", "ends"), "*i32"), "pointers": "*i64",
-    **dict.fromkeys(("a", "b", "dw", "home", "far", "near"), "*bf16"),
-}  # fmt: skip
-_ROUTES = {"WORLD_SIZE": 4, "EXPERTS": 8}
+WORLD_SIZE, EXPERTS = 4, 8
+ROWS, SIDE = 8192, 4096
 TILES = {
     80: Tile(128, 128, 64, num_warps=8, num_stages=3),
     90: Tile(128, 256, 64, num_warps=8, num_stages=3, tma=True),
 }
 
 
-def shipped(architecture: int) -> Iterator[tuple[str, Callable[[], dict]]]:
-    tile = TILES[architecture]
-    make = partial(compiled, architecture=architecture, dtype="bfloat16", tile=tile)
-    for layout_nn in (False, True):
-        name = f"{' tma' * tile.tma} {'nn' if layout_nn else 'nt'}"
-        common = constants(tile, layout_nn) | {
-            **_ROUTES, "PER_SIGNAL": 1, "HEADER": 1024, "ROWS": 32, "COLUMNS": 512, "BLOCK_G": 32,
+def expert_call(layout: str, tile: Tile) -> ExpertCall:
+    return ExpertCall(call_of(WORLD_SIZE), EXPERTS, ROWS, layout, tile, 32)
+
+
+def shipped(tile: Tile) -> Iterator[tuple[str, Code]]:
+    x, words = memory(ROWS, SIDE, dtype=torch.bfloat16), memory(1)
+    w = ExpertWeights(memory(EXPERTS, SIDE, SIDE, dtype=x.dtype))
+    table = memory(6, WORLD_SIZE * EXPERTS)
+    for layout in ("nt", "nn"):
+        about = expert_call(layout, tile)
+        calls = {
+            "a2a_gemm": partial(a2a_gemm, x, w, words, about, keep=layout == "nn"),
+            "gemm_a2a": partial(gemm_a2a, x, w, words, about, tokens=1),
+            "signalled_experts": partial(
+                signalled_experts, x, x, x, w, table, far_groups=24, first=0, tile_rows=64,
+                counters=words, work_counter=words, spare_sms=8, back=layout == "nt",
+                layout=layout, tile=tile,
+            ),
         }  # fmt: skip
-        pushed = {"PUSHERS": 24, "KEEP": layout_nn}
-        yield (
-            f"sm_{architecture} a2a_gemm{name}",
-            partial(make, a2a_gemm_kernel, **common, **pushed),
-        )
-        yield f"sm_{architecture} gemm_a2a{name}", partial(make, gemm_a2a_kernel, **common)
-        gemm = {n: common[n] for n in signalled_experts_kernel.arg_names if n in common}
-        gemm |= {"GROUPS": 32, "FAR_GROUPS": 24, "BACK": not layout_nn}
-        yield (
-            f"sm_{architecture} signalled_experts{name}",
-            partial(make, signalled_experts_kernel, **gemm),
-        )
-    collected = {**_ROUTES, "PER_SIGNAL": 1, "ROWS": 32, "COLUMNS": 512, "BLOCK_G": 32}
-    yield f"sm_{architecture} collect", partial(make, expert_collect_kernel, **collected)
-    exchange = {"BLOCK_M": 128, **_ROUTES, "BLOCK_R": 4, "BLOCK_E": 8, "BLOCK_G": 32, "ROWS": 32}
-    yield (
-        f"sm_{architecture} exchange_counts",
-        partial(make, exchange_counts_kernel, **exchange, ARRIVALS=32),
-    )
-    for add in (False, True):
-        blocks = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "ADD": add}
-        name = f"sm_{architecture} expert_wgrad{' add' * add}"
-        yield name, partial(make, expert_wgrad_kernel, **blocks)
+        for name, call in calls.items():
+            yield f"{name}{' tma' * tile.tma} {layout}", *codes_of(call)
+    calls = {
+        "collect": partial(expert_collect, x, x, words, about),
+        "exchange_counts": partial(exchange_counts, memory(WORLD_SIZE, EXPERTS), about, rows=ROWS),
+        "expert_wgrad": partial(expert_wgrad, x, x, memory(EXPERTS)),
+        "expert_wgrad add": partial(expert_wgrad, x, x, memory(EXPERTS), w),
+    }
+    for name, call in calls.items():
+        yield name, *codes_of(call)
 
 
 if __name__ == "__main__":
-    work = {name: make for architecture in TILES for name, make in shipped(architecture)}
-    with mock.patch.dict(compile_kernels._TYPES, _TYPES):
-        write_ptx(work)
+    write_ptx({
+        f"sm_{architecture} {name}": (code, architecture)
+        for architecture, tile in TILES.items()
+        for name, code in shipped(tile)
+    })  # fmt: skip

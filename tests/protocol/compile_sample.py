@@ -8,51 +8,36 @@ version of Triton is tried with. Where its Gluon is none for Hopper, only portab
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from functools import partial
-from unittest import mock
+from collections.abc import Iterable, Iterator
 
-import torch
 from compile_kernels import ARCHITECTURES, shipped
-from forked_work import write_results
+from compile_source import ptx_of, write
 
-from flux_megatron.kernels import launch
 from flux_megatron.kernels.hopper import gemm as hopper_gemm
+from flux_megatron.kernels.triton_launch import Code
 
 
-def portable() -> Iterator[tuple[str, Callable[[], dict]]]:
-    for architecture in ARCHITECTURES:
-        kinds = set()
-        for name, make in shipped(architecture, ("bfloat16",)):
-            kind = name.split()[1]
-            if kind not in kinds:
-                kinds.add(kind)
-                yield name, make
+def one_of_each(found: Iterable[tuple[str, Code]], kind: int) -> Iterator[tuple[str, Code]]:
+    """Of those whose word of this number is the same the first."""
+    first: dict[str, tuple[str, Code]] = {}
+    for name, code in found:
+        first.setdefault(name.split()[kind], (name, code))
+    yield from first.values()
 
 
-def hopper() -> Iterator[tuple[str, Callable[[], dict]]]:
-    import compile_hopper
-
-    kinds = set()
-    hopper_gpu = {"get_device_capability": lambda: (9, 0)}
-    with (
-        mock.patch.multiple(torch.cuda, **hopper_gpu),
-        mock.patch.object(launch, "sms", return_value=compile_hopper.SMS),
-    ):
-        for name, configuration in compile_hopper.shipped().items():
-            kind = name.split()[0]
-            if kind not in kinds:
-                kinds.add(kind)
-                yield f"hopper {name}", partial(compile_hopper.compiled, configuration)
-
-
-def main(path: str) -> None:
-    work = dict(portable())
+def main() -> None:
+    found = {
+        name: (code, architecture)
+        for architecture in ARCHITECTURES
+        for name, code in one_of_each(shipped(architecture, ("bfloat16",)), 1)
+    }
     if hopper_gemm.gluon_unavailable() is None:
-        work |= hopper()
-    write_results(work, path)
+        import compile_hopper
+
+        for name, code in one_of_each(compile_hopper.shipped().items(), 0):
+            found[f"hopper {name}"] = code, 90
+    write(found, ptx_of)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

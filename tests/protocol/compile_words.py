@@ -5,18 +5,14 @@ python compile_words.py FILE    writes JSON: name -> {"ptx": ..., "shared_bytes"
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from unittest import mock
 
-import triton  # noqa: F401, before our kernels: see `compile_source`
-from compile_kernels import compiled
-from compile_source import write_ptx
+import torch
+from compile_source import codes_of_plan, write_ptx
 
-from flux_megatron.kernels.few_rows import ag_gemv
-from flux_megatron.kernels.few_rows.ag_gemv import ag_gemv_kernel
-from flux_megatron.kernels.few_rows.gemv_ar import gemv_ar_kernel, sum_columns
+from flux_megatron.kernels.triton_launch import Code
 from flux_megatron.overlap import low_latency, low_latency_plans
 from flux_megatron.problem import Pattern, Problem
 
@@ -35,41 +31,26 @@ SHIPPED = (
 )
 
 ROWS_AS_THREADS = (128, 8192)
+KINDS = {Pattern.GEMM_AR: "gemv_ar", Pattern.GEMM_RS: "gemv_rs", Pattern.AG_GEMM: "ag_gemv"}
 
 
-def shipped() -> Iterator[tuple[str, Callable[[], dict]]]:
+def shipped() -> Iterator[tuple[str, Code]]:
     """Default plans for sm_90, and a tile with as many rows as threads."""
     for dtype, layout, M, N, two_phase in SHIPPED:
         problem = Problem(Pattern.GEMM_AR, M, N, 8192, dtype, 2, layout)
-        plan = low_latency.default_plan(problem)
-        tile, block_m, parts = plan.tile, max(16, M), plan.k_parts or 1
+        plan = replace(low_latency.default_plan(problem), two_phase=two_phase)
         if (M, N) == ROWS_AS_THREADS:
-            tile = replace(tile, num_warps=M // 32)
-        common = {
-            "WORLD_SIZE": 2, "LAYOUT_NN": layout == "nn", "BLOCK_M": block_m,
-            "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
-            "VALUES": 1 if dtype == "float32" else 2, "NUM_WARPS": tile.num_warps,
-            "TMA": tile.tma, "PARTS": parts,
-        }  # fmt: skip
-        name = f"{dtype} {layout} M={M} N={N}{' tma' * tile.tma}{' parts' * (parts > 1)}"
-        reduces = partial(compiled, gemv_ar_kernel, 90, dtype, tile, **common)
-        shard = max(1, M // 2)
-        whole, half = (
-            {"BLOCK_Y": rows, "SUM_N": sum_columns(tile, 2 * rows, common["VALUES"])}
-            for rows in (block_m, shard)
-        )
-        yield f"gemv_ar {name}", partial(reduces, TWO_PHASE=two_phase, SCATTERS=False, **whole)
-        yield f"gemv_rs {name}", partial(reduces, TWO_PHASE=False, SCATTERS=True, **half)
-        gathers = partial(compiled, ag_gemv_kernel, 90, dtype, tile, **common)
-        yield (
-            f"ag_gemv {name}",
-            partial(
-                gathers, SHARD_ROWS=shard, HAS_BIAS=layout == "nn",
-                PIECE_COLUMNS=ag_gemv.piece_columns(shard, 2, 8192, common["VALUES"]),
-            ),
-        )  # fmt: skip
+            plan = replace(plan, tile=replace(plan.tile, num_warps=M // 32))
+        more = " tma" * plan.tile.tma + " parts" * (plan.k_parts > 1)
+        for pattern, kind in KINDS.items():
+            one = problem if pattern is Pattern.GEMM_AR else replace(problem, M=max(2, M))
+            (code,) = codes_of_plan(replace(one, pattern=pattern), plan, biased=layout == "nn")
+            yield f"{kind} {dtype} {layout} M={M} N={N}{more}", code
 
 
 if __name__ == "__main__":
-    with mock.patch.object(low_latency_plans, "_on_hopper", return_value=True):
-        write_ptx(dict(shipped()))
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+        mock.patch.object(low_latency_plans, "_on_hopper", return_value=True),
+    ):
+        write_ptx({name: (code, 90) for name, code in shipped()})

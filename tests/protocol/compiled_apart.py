@@ -10,6 +10,8 @@ from pathlib import Path
 
 import kept_code
 
+SHARED_BYTES_MAX = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+
 
 def compiled_by(script: str, folder: Path) -> dict[str, dict]:
     """What `script`, a file beside this one, writes to the file that it is given: its kernels. What
@@ -25,6 +27,13 @@ def compiled_by(script: str, folder: Path) -> dict[str, dict]:
     assert run.returncode == 0, run.stderr[-4000:]
     kept_code.keep(written, script)
     return json.loads(written.read_text())
+
+
+def check_shared_memory(compiled: dict[str, dict]) -> None:
+    """A CTA has it, on the GPU with which a kernel's name begins; else on sm_90."""
+    for name, kernel in compiled.items():
+        most = SHARED_BYTES_MAX.get(name.split()[0], SHARED_BYTES_MAX["sm_90"])
+        assert kernel["shared_bytes"] <= most, name
 
 
 def named(compiled: dict[str, dict], *words: str) -> dict[str, dict]:

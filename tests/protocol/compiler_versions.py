@@ -6,8 +6,6 @@ test does.
 | completes TMA stores before a release | no | yes | yes |
 | adds a barrier of the CTA before it | no | no | yes |
 | its assembler spills up to, in bytes | 0 | 8 | 32 |
-
-The compiler repairs the broken kernels that lack what it adds.
 """
 
 from __future__ import annotations
@@ -17,9 +15,6 @@ from triton.backends.nvidia import compiler
 from flux_megatron.versions.triton import TRITON
 
 COMPLETES, ADDS_BARRIERS = TRITON.since("3.8"), TRITON.since("3.9")
-
-REPAIRED = {"push by TMA, not complete"} if COMPLETES else set()
-REPAIRED |= {"push without barrier"} if ADDS_BARRIERS else set()
 SPILLED_BYTES_MAX = 32 if ADDS_BARRIERS else 8 if COMPLETES else 0
 
 # Some more, touched once a tile: beside warps of 72 registers that copy local rows, and in the

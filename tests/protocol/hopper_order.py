@@ -23,7 +23,6 @@ from ptx_order import (
     ACQUIRE_GPU,
     CLOCK,
     LOAD,
-    LOOK,
     RELEASE,
     RELEASE_GPU,
     STORE,
@@ -31,11 +30,12 @@ from ptx_order import (
     TMA_STORE,
     Misordered,
     Ptx,
-    check_acquire,
     check_bounded,
     check_count,
     check_gives_up,
     check_release,
+    check_waits,
+    without_records,
 )
 
 MMA = r"wgmma\.mma_async"
@@ -78,47 +78,26 @@ def storing(ptx: Ptx) -> tuple[Ptx, str]:
     return found[0]
 
 
-def without_record(ptx: Ptx) -> Ptx:
-    """The same without the records of late waits: one thread writes them, and the host reads."""
-    looks, ends = ptx.find(LOOK), {*ptx.find(LOOK), *ptx.find(RELEASE)}
-    records = [
-        (look, last) for look, last in ((one, ptx.reach(one, ends, set())) for one in looks)
-        if last is not None and last not in looks and _word(ptx, look) == _word(ptx, last)
-    ]  # fmt: skip
-    assert bool(looks) == bool(records), "a late wait leaves no record"
-    for first, last in records:
-        for i in range(first, last + 1):
-            ptx.instructions[i] = "record"
-    return ptx
-
-
-def _word(ptx: Ptx, i: int) -> str:
-    """The address of an instruction."""
-    return re.search(r"\[(.*)\]", ptx.instructions[i])[1]
-
-
 def check_awaited(ptx: Ptx) -> None:
     """Wherever a signal is awaited, [A] or [B], its data is loaded after it, and the wait ends."""
     waiting = [(part, barrier_of(warps)) for part, warps in ptx.partitions() if part.find(ACQUIRE)]
     if not any(part.find(TMA_LOAD) for part, _ in waiting):
         raise Misordered("no signal is awaited before TMA loads")
     for part, barrier in waiting:
-        check_acquire(part, barrier)
-        check_bounded(part)
-        check_gives_up(part)
+        check_waits(part, barrier)
 
 
 def check_sent(ptx: Ptx) -> None:
     """RS and `signalled`: a tile is in memory before a stream [D], or another rank [B], hears of
     it.
     """
-    store, barrier = storing(without_record(ptx))
+    store, barrier = storing(without_records(ptx))
     check_release(store, barrier)
 
 
 def check_counted(ptx: Ptx) -> None:
     """RS by SMs: all CTAs' tiles are in memory before the signal [B]."""
-    store, barrier = storing(without_record(ptx))
+    store, barrier = storing(without_records(ptx))
     check_count(store, barrier)
 
 
@@ -131,20 +110,16 @@ def rows_partition(ptx: Ptx) -> tuple[Ptx, str]:
 
 def check_pushed(ptx: Ptx) -> None:
     """a2a_gemm: rows are in memory before they are counted, and counted before the signal [Y]."""
-    rows, barrier = rows_partition(without_record(ptx) if rows_wait(ptx) else ptx)
+    rows, barrier = rows_partition(without_records(ptx))
     check_release(rows, barrier)
     check_count(rows, barrier)
-
-
-def rows_wait(ptx: Ptx) -> bool:
-    return bool(rows_partition(ptx)[0].find(ACQUIRE))
 
 
 def check_partials(ptx: Ptx) -> None:
     """A partial is in memory before the CTA that adds it hears of it, and is loaded after that; the
     wait ends.
     """
-    for mma, barrier in multiplying(without_record(ptx)):
+    for mma, barrier in multiplying(without_records(ptx)):
         mma.require_some(RELEASE_GPU, "nobody hears of a partial")
         mma.require_some(ACQUIRE_GPU, "no partial is awaited")
         mma.require(STORE, RELEASE_GPU, barrier, "only one thread's stores are ordered")

@@ -1,8 +1,8 @@
 """Compiled kernels of the last run, which serve again while nothing that makes them has changed.
 
-A result is found by Triton's own key: the source of the kernel and of all that it calls, its types
-and constants, the options, the compiler and the assembler; and by the digest of the scripts that
-compile. `pytest --cache-clear` forgets all of them.
+A result is found by what a launch is compiled for, the source of its kernel and of all that it
+calls, the GPU, the compiler and the assembler; and by the digest of the scripts that compile.
+`pytest --cache-clear` forgets all of them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,23 @@ import os
 import shutil
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flux_megatron.kernels.triton_launch import Code
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / ".pytest_cache" / "d" / "compiled"
 LAST = "LAST_CODE_OF_TESTS"  # names the file with the results of the last run
 
 
-def compiled_or_kept(source: Any, target: Any, options: dict, make: Callable[[], dict]) -> dict:
-    """What `make` gives, which compiles `source`; with the key by which the next run finds it."""
-    key = _key(source, target, options)
+def compiled_or_kept(code: Code, architecture: int, make: Callable[[], dict]) -> dict:
+    """What `make` gives, which compiles the code for sm_<architecture>; with the key by which the
+    next run finds it.
+    """
+    key = _key(code, architecture)
     return _last_results().get(key) or {**make(), "key": key}
 
 
@@ -39,19 +45,18 @@ def keep(results: Path, script: str) -> None:
     part.replace(last_results_of(script))
 
 
-def _key(source: Any, target: Any, options: dict) -> str:
-    from triton.compiler.compiler import (
-        get_cache_invalidating_env_vars,
-        get_cache_key,
-        make_backend,
-    )
+def _key(code: Code, architecture: int) -> str:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import get_cache_invalidating_env_vars, make_backend
 
-    backend = make_backend(target)
-    parsed = backend.parse_options({**options, **source.parse_options()})
-    key = get_cache_key(source, backend, parsed, env_vars=get_cache_invalidating_env_vars())
-    # Triton's has the values of constants without their names
-    constants = sorted((str(place), str(value)) for place, value in source.constants.items())
-    return hashlib.sha256(f"{key} {constants} {_scripts()}".encode()).hexdigest()
+    from flux_megatron.kernels.compiled_ahead import mark_of
+    from flux_megatron.kernels.triton_launch import hash_in_order
+
+    kernel = getattr(import_module(code.module), code.kernel)
+    hash_in_order(kernel)
+    made_by = make_backend(GPUTarget("cuda", architecture, 32)).hash()
+    environment = sorted(get_cache_invalidating_env_vars().items())
+    return mark_of(code, f"{kernel.cache_key} {made_by} {environment} {_scripts()}")
 
 
 @cache

@@ -171,6 +171,26 @@ def _parsed_once(text: str) -> Ptx:
     return Ptx(text)
 
 
+def without_records(ptx: Ptx) -> Ptx:
+    """The same without the records of late waits and refusals: one thread looks whether there is
+    one, and writes its words and its mark, which the host reads.
+    """
+    looks, releases = ptx.find(LOOK), ptx.find(RELEASE)
+    records = [
+        (look, mark) for look in looks for mark in releases
+        if _address(ptx, look) == _address(ptx, mark)
+        and ptx.reach(look, {mark}, {*looks, *releases} - {mark})
+    ]  # fmt: skip
+    assert bool(looks and releases) == bool(records), "a late wait leaves no record"
+    for look, mark in records:
+        ptx.instructions[look : mark + 1] = ["record"] * (mark + 1 - look)
+    return ptx
+
+
+def _address(ptx: Ptx, i: int) -> str:
+    return re.search(r"\[(.*)\]", ptx.instructions[i])[1]
+
+
 def check_release(ptx: Ptx, barrier: str = BARRIER) -> None:
     """What all threads have stored is visible to whoever sees the signal."""
     ptx.require_some(RELEASE, "no signal is released to the system")
@@ -242,6 +262,13 @@ def check_gives_up(ptx: Ptx, acquire: str = ACQUIRE) -> None:
     for poll in ptx.find(acquire):
         if ptx.reach(poll, {poll}, set()) and not _in_the_spin(ptx, poll, LOOK):
             raise Misordered(f"a spin that never gives up: {ptx.instructions[poll]!r}")
+
+
+def check_waits(ptx: Ptx, barrier: str = BARRIER) -> None:
+    """Data is loaded after its signal, and every wait ends."""
+    check_acquire(ptx, barrier)
+    check_bounded(ptx)
+    check_gives_up(ptx)
 
 
 def _in_the_spin(ptx: Ptx, poll: int, pattern: str) -> list[int]:

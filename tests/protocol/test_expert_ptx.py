@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from compiled_apart import named
+from compiled_apart import check_shared_memory, named
 from ptx_order import (
     ACQUIRE,
     BARRIER,
@@ -24,6 +24,7 @@ from ptx_order import (
     check_needed,
     check_release,
     parsed,
+    without_records,
 )
 
 SCRIPT = "compile_experts.py"
@@ -33,36 +34,15 @@ WAITING = ("a2a_gemm", "gemm_a2a", "exchange_counts")
 VECTOR_STORE = r"st\.global\.v4"
 
 
-def without_records(ptx: str) -> str:
-    """Less the five words of each record and the release of its mark, all by one thread."""
-    lines = [re.sub(r"//.*", "", line).strip() for line in ptx.splitlines()]
-    found = 0
-    for mark, line in enumerate(lines):
-        released = re.match(r"(@%p\d+) .*global\.sys\.release", line)
-        if released is None:
-            continue
-        words, at = [], mark - 1
-        while not re.search(rf"{BARRIER}|{RELEASE}|^\$L__BB", lines[at]):
-            if lines[at].startswith(f"{released[1]} st.global.b32"):
-                words.append(at)
-            at -= 1
-        if len(words) >= 5:
-            found += 1
-            for number in (mark, *words[:5]):
-                lines[number] = ""
-    assert found, "no record was found"
-    return "\n".join(lines)
-
-
 def test_signals_follow_all_stores(compiled):
     for name in WAITING:
         for result in named(compiled, name).values():
-            check_release(parsed(without_records(result["ptx"])))
+            check_release(without_records(parsed(result["ptx"])))
 
 
 def test_tiles_are_counted_before_their_signal(compiled):
     for result in named(compiled, "gemm_a2a").values():
-        check_count(parsed(without_records(result["ptx"])))
+        check_count(without_records(parsed(result["ptx"])))
     for result in named(compiled, "a2a_gemm").values():
         parsed(result["ptx"]).require_some(COUNT, "pushes are not counted")
 
@@ -104,10 +84,8 @@ def test_hopper_multiplies_by_warp_groups(compiled):
             assert "wgmma.mma_async" in result["ptx"], name
 
 
-@pytest.mark.parametrize(("architecture", "most"), [("sm_80", 163 * 1024), ("sm_90", 227 * 1024)])
-def test_shared_memory_suffices(compiled, architecture, most):
-    for name, result in named(compiled, architecture).items():
-        assert result["shared_bytes"] <= most, name
+def test_shared_memory_suffices(compiled):
+    check_shared_memory(compiled)
 
 
 @pytest.mark.parametrize(
@@ -127,5 +105,4 @@ def test_shared_memory_suffices(compiled, architecture, most):
 def test_each_instruction_is_needed(compiled, kernel, check, removed, reason):
     layout = ["nt"] if kernel == "signalled_experts" else []
     result = next(iter(named(compiled, "sm_90", kernel, *layout).values()))
-    ptx = result["ptx"] if layout else without_records(result["ptx"])
-    check_needed(check, ptx, removed, reason)
+    check_needed(lambda ptx: check(without_records(ptx)), result["ptx"], removed, reason)

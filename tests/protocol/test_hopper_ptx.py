@@ -8,7 +8,7 @@ import re
 import subprocess
 
 import pytest
-from compiled_apart import named
+from compiled_apart import check_shared_memory, named
 from compiler_versions import SPILLED, SPILLED_BYTES_MAX, assembler
 from hopper_order import (
     CHECKS,
@@ -26,8 +26,6 @@ SCRIPT = "compile_hopper.py"
 pytestmark = pytest.mark.timeout(900)  # all is compiled before the first, on two cores
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
-
-SHARED_BYTES_MAX = 227 * 1024
 
 
 def first_of(compiled: dict[str, dict], *words: str, field: str = "ptx") -> str:
@@ -64,8 +62,7 @@ def test_every_way_is_compiled(compiled, way, tiles):
 
 
 def test_shared_memory_suffices(compiled):
-    for name, result in compiled.items():
-        assert result["shared_bytes"] <= SHARED_BYTES_MAX, name
+    check_shared_memory(compiled)
 
 
 def complaints(log: str, spilled_bytes_max: int = 0) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compiled_apart import named
+from compiled_apart import check_shared_memory, named
 from interpreted_access import needs_interpreter
 from memory_checker import checked_launches
 from ptx_order import Ptx
@@ -19,7 +19,6 @@ from flux_megatron.kernels import norm
 from flux_megatron.kernels.experts import activation as expert_activation
 
 SCRIPT = "compile_rows.py"
-SHARED_BYTES_MAX = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 CAPACITY, FFN = 5, 24
 WIDE_LOAD = r"ld\.global\.\S*v4|cp\.async\.c[ag]\.shared\.global.*, 0x10,"
 
@@ -69,10 +68,8 @@ def test_a_row_too_few_is_noticed(too_few):
         too_few()
 
 
-@pytest.mark.parametrize("architecture", SHARED_BYTES_MAX)
-def test_shared_memory_suffices(compiled, architecture):
-    for name, kernel in named(compiled, architecture).items():
-        assert kernel["shared_bytes"] <= SHARED_BYTES_MAX[architecture], name
+def test_shared_memory_suffices(compiled):
+    check_shared_memory(compiled)
 
 
 def test_registers_suffice(compiled):
