@@ -33,7 +33,7 @@ EXTRAS = {
 }
 # commands whose extra brings more than what `launch` does
 EXTRA_OF_COMMAND = {"train": "train", "generate": "train", "run": "megatron"} | dict.fromkeys(
-    ("bench", "trace", "simulate", "results"), "lab"
+    ("bench", "simulate", "results"), "lab"
 )
 
 

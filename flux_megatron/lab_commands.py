@@ -13,7 +13,6 @@ from flux_megatron.errors import BadInput
 LAB = "flux_megatron.lab"
 COMMANDS = {  # module below it, and the function or typer app there; in the order of --help
     "bench": ("bench.commands", "app"),
-    "trace": ("bench.commands", "trace"),
     "simulate": ("simulate.commands", "simulate"),
     "results": ("results.commands", "results"),
     "train": ("train.commands", "train"),

@@ -55,7 +55,7 @@ ONE_WORKER = (
 # files of few long tests, which come last in the order of names: one alone would be waited for
 FIRST = ("test_train_runs", "test_tuner_command", "test_tuner", "test_wheel")
 # files with bounds on seconds: beside other tests they would measure those
-ALONE = ("test_bad_inputs", "test_timing", "test_trace")
+ALONE = ("test_bad_inputs", "test_timing")
 # files that take minutes, which scripts/test.sh leaves out, and what they are about: folders below
 # tests/ and flux_megatron/ whose change brings them back, as their own does
 WHOLE = {

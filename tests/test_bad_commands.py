@@ -50,13 +50,12 @@ VALUES = {  # that an option does not take: the line names both
     "tune --suite gpt3-175b": ["--tp 1", "--cuda-max-connections -1", "--scale 0"],
     "bench": ["--rounds many", "--tp 0"],
     "bench operations": ["--rounds 0"],
-    "trace --out new --device cpu": ["--N -2"],
     "run": ["--nproc-per-node 0 script.py"],
     "simulate --gpu H100": ["--dp 0", "--hidden -8"],
     TINY: ["--alternate -1"],
     "doctor": ["--strategies 0"],
 }
-WITH_DEVICE = ["tune --suite gpt3-175b {}", "bench {}", "trace --out new {}", "run {} script.py"]
+WITH_DEVICE = ["tune --suite gpt3-175b {}", "bench {}", "run {} script.py"]
 ROWS = [
     *[(f"{words} {value}", *value.split()[:2]) for words, some in VALUES.items() for value in some],
     *[(words.format("--device tpu"), "--device 'tpu' given, one of cuda, cpu expected")
@@ -119,14 +118,6 @@ ROWS = [
     ("bench operations --device cpu conv", "operations ['conv'] given"),
     ("bench operations --device cpu --time-limit inf", "--time-limit inf given"),
     ("bench operations --device cpu --out file/rows", "--out file/rows: ", "expected"),
-    # trace
-    ("trace --out new", "--tp 1: as many GPUs expected, 0 found", ON_CPU),
-    ("trace --out new --device cpu --layer both", "layer 'both' given"),
-    ("trace --out new --device cpu --strategy fusd", "--strategy 'fusd' given, fused?"),
-    ("trace --out new --device cpu --M 7", "M 7 given, a multiple of the 2 ranks expected"),
-    ("trace --out new --device cpu --layer row --K 33", "K 33 given, a multiple of the 2 ranks"),
-    ("trace --out new --device cpu --M 8192 --N 8192 --K 8192", "too large for kernels"),
-    ("trace --out file --device cpu", "--out file: file exists; a folder"),
     # run
     ("run nope.py", "nope.py: no such file"),
     ("run script.py", "no megatron.training beside script.py or on PYTHONPATH"),

@@ -68,8 +68,8 @@ def test_debug_shows_the_traceback(failing, monkeypatch):
     [
         ("--nope", "flux-megatron: No such option: --nope"),
         ("nope", "flux-megatron: No such command 'nope'."),
-        ("trace --M abc --out x", "flux-megatron trace: Invalid value for '--M': "),
-        ("trace", "flux-megatron trace: Missing option '--out'."),
+        ("bench --rounds abc", "flux-megatron bench: Invalid value for '--rounds': "),
+        ("train", "flux-megatron train: Missing option '--config'."),
         ("doctor --gpus abc",
          "flux-megatron doctor: argument --gpus: 'abc' given, a number of GPUs"),
         ("doctor --nope", "flux-megatron doctor: unrecognized arguments: --nope"),
@@ -85,7 +85,7 @@ def test_unknown_words_are_one_line(monkeypatch, capsys, words, line):
 
 @pytest.mark.parametrize(
     ("words", "found"),
-    [("flux-megatron tr", ["train", "trace"]), ("flux-megatron train --co", ["--config"])],
+    [("flux-megatron t", ["train", "tune"]), ("flux-megatron train --co", ["--config"])],
 )
 def test_a_shell_completes_commands_and_options(words, found):
     asked = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")),

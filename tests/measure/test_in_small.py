@@ -201,8 +201,8 @@ def test_the_arm_without_collectives(monkeypatch):
 
 def test_time_in_which_only_communication_runs(tmp_path):
     events = [
-        ("kernel", "nvjet_hsh_128x256", 100, 50),
         ("kernel", "ncclDevKernel_AllGather_RING_LL", 140, 40),  # 30 of them alone
+        ("kernel", "nvjet_hsh_128x256", 100, 50),
         ("gpu_memcpy", "Memcpy PtoP (Device -> Device)", 170, 15),  # 5 more
         ("cpu_op", "aten::mm", 0, 1000),
         ("kernel", "hopper_gemm_rs_kernel", 200, 100),  # after 15 in which nothing runs

@@ -1,4 +1,4 @@
-"""The commands that measure and show: `flux-megatron bench` and `trace`."""
+"""The command that measures: `flux-megatron bench`."""
 
 from __future__ import annotations
 
@@ -87,27 +87,3 @@ def bench_operations(
     )  # fmt: skip
     kept = f"{options.out} has the rows of what is done"
     launch.start(options, out, kept, "bench operations", "operations")
-
-
-def trace(
-    out: Annotated[Path, typer.Option(help="Folder of a trace file a rank")],
-    layer: Annotated[str, typer.Option(help="column or row")] = "column",
-    M: Annotated[Size, typer.Option("--M", min=1, help="Rows of x")] = None,
-    N: Annotated[Size, typer.Option("--N", min=1, help="Columns of y")] = None,
-    K: Annotated[Size, typer.Option("--K", min=1, help="Columns of x")] = None,
-    tp: Tp = None,
-    strategy: Annotated[str, typer.Option(help="auto, or one for every call")] = "auto",
-    device: Device = "cuda",
-    nvls: Multicast = False,
-) -> None:
-    """Run one layer, forward and backward, and show what was hidden behind its GEMMs."""
-    from flux_megatron import machine
-    from flux_megatron.lab.bench import launch
-    from flux_megatron.lab.bench.options import TraceOptions, traced
-
-    options = TraceOptions(
-        layer, **traced(layer, device, M, N, K), strategy=strategy, out=str(out),
-        tp=machine.ranks(device, tp, "--device cpu"), device=device, nvls=nvls,
-    )  # fmt: skip
-    interrupted = f"nothing is in {out}: the same command starts again"
-    launch.start(options, out, interrupted, "trace", "trace")

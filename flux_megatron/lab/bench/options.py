@@ -29,8 +29,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 TRIAL = "`flux-megatron bench --device cpu`"
 LOADS = ("all_reduce", "all_gather", "reduce_scatter")  # of `tuning.beside`
 OPERATIONS = ("embedding_all_to_all", "expert_all_to_all")
-# M, N, K of a traced column layer: fc1 of GPT-3 175B, and one that an interpreter can run
-TRACED = {"cuda": (4096, 49152, 12288), "cpu": (64, 128, 64)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,32 +117,3 @@ class OperationOptions(RankOptions):
     def __post_init__(self) -> None:
         if unknown := [name for name in self.names if name not in OPERATIONS]:
             raise BadInput(f"operations {unknown} given, some of {OPERATIONS} expected")
-
-
-@dataclass(frozen=True)
-class TraceOptions(RankOptions):
-    """One layer y[M, N] = x[M, K] w[N, K]^T on `tp` ranks, traced into the folder `out`."""
-
-    layer: str
-    M: int
-    N: int
-    K: int
-    strategy: str = "auto"
-
-    def __post_init__(self) -> None:
-        if self.layer not in ("column", "row"):
-            raise BadInput(f"layer {self.layer!r} given, one of ('column', 'row') expected")
-        option_values.names("--strategy", self.strategy, settings.STRATEGIES)
-        split = {"M": self.M, "N": self.N} if self.layer == "column" else {"M": self.M, "K": self.K}
-        for name, size in split.items():
-            if size < 1 or size % self.tp:
-                raise BadInput(f"{name} {size} given, a multiple of the {self.tp} ranks expected")
-        if self.device == "cpu":
-            local = (self.N // self.tp, self.K) if "N" in split else (self.N, self.K // self.tp)
-            machine.check_interpreted([(self.M, *local)], "smaller --M, --N, --K or none of them")
-
-
-def traced(layer: str, device: str, M: int | None, N: int | None, K: int | None) -> dict[str, Any]:
-    default_M, wide, narrow = TRACED.get(device, TRACED["cuda"])
-    default_N, default_K = (wide, narrow) if layer == "column" else (narrow, wide)
-    return {"M": M or default_M, "N": N or default_N, "K": K or default_K}

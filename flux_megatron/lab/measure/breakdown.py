@@ -3,9 +3,9 @@
     python -m flux_megatron.lab.measure.breakdown breakdown.jsonl TRACE.json ...
 
 Megatron-LM's pretrain_gpt.py writes such a trace of one iteration with `--profile
---use-pytorch-profiler --profile-step-start 13 --profile-step-end 14 --tensorboard-dir FOLDER`, and
-`flux-megatron trace` one of a layer. A row a trace: what kernels of each kind take, how long
-nothing but communication runs, how long nothing at all.
+--use-pytorch-profiler --profile-step-start 13 --profile-step-end 14 --tensorboard-dir FOLDER`. A
+row a trace: what kernels of each kind take, how long nothing but communication runs, how long
+nothing at all.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from flux_megatron.lab.bench.table_run import append
-from flux_megatron.lab.bench.trace import Interval, length, union
+
+Interval = tuple[float, float]
 
 KINDS = {
     "collective": r"nccl",
@@ -45,6 +47,21 @@ def activities(trace: Path) -> list[tuple[str, Interval]]:
 
 def kind_of(name: str) -> str:
     return next((kind for kind, words in KINDS.items() if re.search(words, name.lower())), "other")
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The union of the intervals: disjoint, in order."""
+    joined: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    return sum(end - begin for begin, end in intervals)
 
 
 def shares(recorded: list[tuple[str, Interval]]) -> dict[str, Any]:
