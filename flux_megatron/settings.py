@@ -31,10 +31,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 # the first is the default
-STRATEGIES = ("auto", "fused", "pipelined", "hopper", "low_latency", "signalled", "sequential")
+Strategy = Literal[
+    "auto", "fused", "pipelined", "hopper", "low_latency", "signalled", "sequential"
+]  # fmt: skip
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
 TUNE = ("auto", "on", "off")
 BESIDE = ("auto", "0", "1")
 PREFIX = "FLUX_MEGATRON_"

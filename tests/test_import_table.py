@@ -103,7 +103,7 @@ lab:
 lab.cpu: integration | torch megatron
 lab.reference: patterns | torch
 lab.train: command_errors config_files errors option_values settings shipped integration lab.cpu
-    launch.schema overlap.report symm.step_end versions.megatron_core
+    launch.schema launch.workload overlap.report symm.step_end versions.megatron_core
     | torch megatron matplotlib numpy pydantic typer
 # decodes what `train` has trained, in ranks that `train` starts
 lab.generate: command_errors errors launch.schema option_values overlap.report symm.step_end

@@ -10,9 +10,8 @@ from flux_megatron.integration import parser_signature
 from flux_megatron.launch import memory
 from flux_megatron.launch.errors import Rule
 from flux_megatron.launch.schema import File
-from flux_megatron.launch.workload import Workload
+from flux_megatron.launch.workload import BYTE_VOCAB, Workload
 
-BYTE_VOCAB = 257  # of `flux-megatron train`: 256 bytes and the end-of-document token
 # the one value that the loop of `flux-megatron train` can have
 OWN_LOOP = {
     "model.vocab": BYTE_VOCAB, "parallel.pp": 1, "training.recompute": "none",

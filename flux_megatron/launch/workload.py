@@ -19,6 +19,7 @@ Positive = Annotated[float, Field(gt=0)]
 FromZero = Annotated[float, Field(ge=0)]
 Variable = Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]  # its name
 Arm = Literal["megatron", "te", "flux"]
+BYTE_VOCAB = 257  # of `flux-megatron train`: 256 bytes and the end-of-document token
 FP8 = "float8_e4m3fn"
 ELEMENT_BYTES = {FP8: 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 

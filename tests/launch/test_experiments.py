@@ -11,7 +11,6 @@ import yaml
 from without_torch import without_torch
 
 from flux_megatron.config_files import flat, overrides
-from flux_megatron.launch import rules
 from flux_megatron.launch.errors import ExperimentError
 from flux_megatron.launch.experiment import load, names
 
@@ -287,13 +286,6 @@ def test_the_small_run_is_that_of_flux_megatron_train():
         assert getattr(flux.model, key) == raw["model"][key]
     for key in ("steps", "micro_batch", "global_batch", "lr", "seed", "dtype"):
         assert getattr(flux.training, key) == raw["train"][key]
-
-
-def test_our_loop_reads_as_many_tokens_as_the_rule_says():
-    """The rule cannot ask the loop: neither may import the other."""
-    from flux_megatron.lab.train.config import BYTE_VOCAB
-
-    assert rules.BYTE_VOCAB == BYTE_VOCAB
 
 
 def test_all_load_where_there_is_neither_torch_nor_triton():

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flux_megatron import config_files, shipped
 from flux_megatron.errors import BadInput
 from flux_megatron.launch import schema
+from flux_megatron.launch.workload import Count, CountFromZero, FromZero, Positive
+from flux_megatron.settings import Strategy
 
-BYTE_VOCAB = 257  # 256 bytes and the end-of-document token
 PADDED_VOCAB = 320  # the same for all `tp`, as the loss is one over all rows
 
 Layers = Literal["flux", "stock", "stock-rank-order", "stock-reverse-order"]
-Count = Annotated[int, Field(gt=0, le=2**31 - 1)]
-Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 MAY_CHANGE = (
     "train.steps", "train.save_every", "train.log_every", "parallel.tp", "parallel.world_size",
 )  # fmt: skip
@@ -26,7 +25,7 @@ MAY_CHANGE = (
 class Section(BaseModel):
     """As strict as JSON: no number from a text, no integer from a boolean."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, **schema.STRICT)
 
 
 class ModelConfig(Section):
@@ -65,12 +64,12 @@ class LoopConfig(Section):
     steps: Count
     micro_batch: Count
     global_batch: Count
-    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    min_lr: Finite = 0.0
-    warmup_steps: int = Field(default=0, ge=0)
+    lr: Positive
+    min_lr: FromZero = 0.0
+    warmup_steps: CountFromZero = 0
     decay_steps: Count | None = None
-    weight_decay: Finite = 0.0
-    clip: Finite = 1.0
+    weight_decay: FromZero = 0.0
+    clip: FromZero = 1.0
     seed: int = Field(default=1234, gt=0, lt=2**32)  # that numpy takes
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     save_every: Count | None = None
@@ -85,9 +84,7 @@ class TrainConfig(Section):
     data: DataConfig = DataConfig()
     train: LoopConfig
     layers: Layers = "flux"
-    strategy: Literal[
-        "auto", "hopper", "fused", "pipelined", "low_latency", "signalled", "sequential"
-    ] = "auto"
+    strategy: Strategy = "auto"
 
     @model_validator(mode="after")
     def _fits_together(self) -> TrainConfig:

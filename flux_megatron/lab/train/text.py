@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from flux_megatron.errors import BadInput
-from flux_megatron.lab.train.config import BYTE_VOCAB, TrainConfig
+from flux_megatron.lab.train.config import TrainConfig
+from flux_megatron.launch.workload import BYTE_VOCAB
 
 SNIFF_BYTES = 8192  # a NUL byte this early means that a file is no text
 SKIPPED = {"site-packages", "dist-packages", "__pycache__"}  # of the standard library's folder
