@@ -295,6 +295,24 @@ def test_where_nothing_can_overlap_a_measured_sequential_is_no_reason(monkeypatc
     assert choice.choose(LAYER, PlanTable({4096: PLAIN}), space) == (PLAIN, space.unavailable)
 
 
+@pytest.mark.parametrize(
+    ("met", "M", "refused", "strategy"),
+    [
+        (7, 4096, None, "pipelined"), (8, 4096, None, "hopper"), (8, 8192, None, "pipelined"),
+        (8, 4096, "no Hopper", "pipelined"),
+    ],
+)  # fmt: skip
+def test_a_kind_of_many_m_has_kernels_that_take_any(monkeypatch, met, M, refused, strategy):
+    """Of 8192 x 5120 x 12800 the GEMM hides what the library takes on the host."""
+    monkeypatch.setattr(
+        registry, "refusal", lambda one, name, *given: refused if name == "hopper" else None
+    )
+    table = PlanTable({one: Plan("pipelined") for one in (4096, 8192)}, met=met)
+    plan, _ = choice.choose(replace(LAYER, M=M), table, SimpleNamespace(unavailable=None))
+    assert plan.strategy == strategy
+    assert table.met == met + 1
+
+
 def test_a_plan_keeps_its_share_of_rows():
     assert for_rows(HALVES, 4096, LAYER) == HALVES
     assert for_rows(HALVES, 4096, replace(LAYER, M=6000)).comm_rows == 1500

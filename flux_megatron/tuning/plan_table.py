@@ -48,10 +48,13 @@ def raced_as(problem: Problem, number: int) -> Problem:
 
 @dataclass
 class PlanTable:
-    """`points` are plans by their M. `settled` are ranges that need no race any more."""
+    """`points` are plans by their M. `settled` are ranges that need no race any more. `met` counts
+    the M that were chosen for.
+    """
 
     points: dict[int, Plan] = field(default_factory=dict)
     settled: set[int] = field(default_factory=set)
+    met: int = 0
 
     def plan(self, problem: Problem, names: Sequence[str]) -> Plan:
         """Of the strategies `names`, which can run the problem, or `sequential`."""
