@@ -355,6 +355,10 @@ def test_the_first_range_of_training_races_all_of_them():
 def test_the_rule_without_a_measurement(monkeypatch, M, names, strategy):
     monkeypatch.setattr(plan_table, "_default", lambda problem, name: Plan(name))
     assert plan_table.ruled(replace(LAYER, M=M), names).strategy == strategy
+    over_four = replace(LAYER, M=512, world_size=4)
+    assert plan_table.ruled(over_four, NAMES).strategy == "hopper"
+    assert plan_table.ruled(over_four, NAMES[1:]) == PLAIN
+    assert plan_table.ruled(replace(over_four, M=508), NAMES) == PLAIN
     gathers = replace(LAYER, pattern=Pattern.AG_GEMM, M=64)
     assert plan_table.ruled(gathers, ["low_latency", *NAMES]) == PLAIN
 
@@ -405,6 +409,10 @@ AT_ONCE, IN_HALVES, QUARTERS, EIGHTHS = (("copy_engine", count) for count in (1,
         (8192, 2056, "bfloat16", [QUARTERS]),
         (8194, 8192, "bfloat16", [EIGHTHS]),
         (8192, 1024, "bfloat16, 4 ranks", [IN_HALVES, QUARTERS]),
+        (1024, 4096, "bfloat16, 4 ranks", [IN_HALVES, BY_SM]),
+        (1022, 4096, "bfloat16, 4 ranks", [BY_SM, IN_HALVES]),
+        (512, 8192, "bfloat16, 4 ranks", [IN_HALVES, BY_SM]),
+        (510, 8192, "bfloat16, 4 ranks", [BY_SM, IN_HALVES]),
         (512, 4096, "fast", [BY_SM, AT_ONCE, IN_HALVES]),
         (514, 4096, "fast", [AT_ONCE, IN_HALVES, BY_SM]),
         (1024, 4096, "fast", [AT_ONCE, IN_HALVES, BY_SM]),
@@ -423,6 +431,16 @@ def test_who_pushes_a_shard_in_how_many_parts(M, K, kind, pushes):
     plans = [hopper.default_plan(problem), *hopper.candidates(problem)]
     tried = ((plan.transport, cdiv(problem.M_shard, plan.comm_rows)) for plan in plans)
     assert [*dict.fromkeys(tried)] == pushes
+
+
+def test_tiles_of_gemm_rs_over_four_ranks():
+    def tiles(R: int, M_shard: int) -> list[tuple[int, int]]:
+        plans = hopper.candidates(Problem(Pattern.GEMM_RS, R * M_shard, 8192, 8192, "bfloat16", R))
+        return [(plan.tile.block_n, plan.tile.group_m) for plan in plans[:3]]
+
+    assert tiles(4, 256) == [(128, 16), (256, 8), (256, 16)]
+    assert tiles(4, 257) == tiles(4, 2047) == [(256, 8), (128, 16), (256, 16)]
+    assert tiles(4, 2048) == tiles(2, 256) == [(256, 16), (128, 16), (256, 8)]
 
 
 def test_long_sums_with_a_split_accumulator_have_square_groups_of_tiles():

@@ -38,6 +38,7 @@ LATE_LINK_K = 2048  # up to which more than 2 * BY_SM_BYTES by the SMs are worth
 # MiB .95 to 1.00 of four. Below 16 MiB four take 1.04 to 1.14 of two. With a split accumulator two
 # of 8 MiB take .91 of one. (The same rows. Four ranks are not measured: their races try these.)
 PUSHES = ((64 << 20, COMM_TILES_MAX), ((16 << 20) - 1, 4), (BY_SM_BYTES, 2))
+FEW_SHARD_ROWS, SHORT_K = 256, 4096  # over more than two ranks
 BY_SM = ("sm", COMM_TILES_MAX)  # they signal for nothing, a copy engine takes 10 us to begin each
 # Groups of 12 rows of NARROW tiles are as high as a wave is wide, and read least. With a split
 # accumulator they take .95 to .99 of the time of groups of 16 where K is 12288 or more (nine
@@ -56,7 +57,19 @@ def default_plan(problem: Problem) -> Plan:
         low = problem.M_shard < TILE.block_m
         wide = wide_tile(problem.M, problem.N_local, problem.K_local)
         return Plan("hopper", tile=_tile_of(problem, LOW[0] if low else wide))
-    return _pushed(problem, _pushes(problem)[0], _tile_of(problem, replace(TILE, group_m=16)))
+    return _pushed(problem, _pushes(problem)[0], _tile_of(problem, _scattered_tile(problem)))
+
+
+def _scattered_tile(problem: Problem) -> Tile:
+    """Over more than two ranks groups of 16 rows of tiles may have tiles for several of them, whose
+    pushes are late then: groups of 8 take .88 to 1.03 of the time (34 entries of configs/tuned, 4 x
+    H200). Of FEW_SHARD_ROWS the waves are few, and narrow tiles take .87 to .99 of the time of wide
+    ones (12 entries).
+    """
+    if problem.world_size > 2 and not problem.scaled and problem.M_shard <= FEW_SHARD_ROWS:
+        return NARROW
+    several = problem.world_size > 2 and problem.M_shard < 16 * TILE.block_m
+    return replace(TILE, group_m=8 if several else 16)
 
 
 def _pushed(problem: Problem, push: tuple[str, int], tile: Tile) -> Plan:
@@ -77,13 +90,24 @@ def _pushes(problem: Problem) -> list[tuple[str, int]]:
     engines = [("copy_engine", count) for count in tried]
     if problem.scaled and size_bytes <= BY_SM_BYTES:
         engines.append(("copy_engine", 3 - fewest))
-    by_sm = FP8_BY_SM_BYTES if problem.scaled else BY_SM_BYTES
-    if size_bytes <= by_sm or (not problem.scaled and R == 2 and size_bytes * K <= BY_SM_BYTES_K):
+    if _sms_push(problem, size_bytes):
         return [BY_SM, *engines]
     # 2048 x 5120 x 12800, of 10 MiB, takes 386 us by SMs, 403 by copy engines; 2304 x 5120 x 13824,
     # of 11, 484 and 475 (2 of 4 x H200, 2026-11-27, h200x2/trees.jsonl)
     close = size_bytes <= 2 * BY_SM_BYTES or (R == 2 and K <= LATE_LINK_K)
     return [*engines, BY_SM] if close else engines
+
+
+def _sms_push(problem: Problem, size_bytes: int) -> bool:
+    """Whether the SMs push a shard, unmeasured. Over four ranks copy engines take .90 to 1.01 of
+    their time at 8 MiB (eight entries), and .95 to .98 from 4 MiB on where K is long (seven).
+    """
+    K = problem.K_local
+    if problem.scaled:
+        return size_bytes <= FP8_BY_SM_BYTES
+    if problem.world_size <= 2:
+        return size_bytes <= BY_SM_BYTES or size_bytes * K <= BY_SM_BYTES_K
+    return size_bytes < (BY_SM_BYTES if K <= SHORT_K else BY_SM_BYTES // 2)
 
 
 def _tile_of(problem: Problem, tile: Tile) -> Tile:
@@ -127,7 +151,8 @@ def candidates(problem: Problem) -> list[Plan]:
             low = [replace(default, tile=tile) for tile in LOW]
             plans += [*low, *_in_parts_of_k(problem, [default, narrow])]
         return plans
-    tiles = default.tile, NARROW, replace(default.tile, group_m=8)
+    wide = (replace(TILE, group_m=rows) for rows in (8, 16))
+    tiles = dict.fromkeys((default.tile, NARROW, *wide))
     return [_pushed(problem, push, tile) for push in _pushes(problem) for tile in tiles]
 
 

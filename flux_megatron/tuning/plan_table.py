@@ -94,8 +94,9 @@ def for_rows(plan: Plan, M: int, problem: Problem) -> Plan:
 def ruled(problem: Problem, names: Sequence[str]) -> Plan:
     """The plan without a measurement, of the strategies `names` in order of preference.
 
-    `sequential` below M = 1024 was 7.1 % slower than the fastest plan on average, `hopper` from
-    there on 1.6 % (262 entries of configs/tuned: 4 and 2 x H200, 2 x H100).
+    `sequential` below M = 1024 was 3.7 % slower than the fastest plan on average, `hopper` from
+    there on .95 % (180 entries of configs/tuned: 4 and 2 x H200, 2 x H100). Over four ranks
+    `sequential` took 1.00 to 1.39 of the time of `hopper` in GEMM+RS of 512 rows (12 entries).
 
     With blockwise scales the library multiplies a shard at a time. On two ranks, M = 4096, two such
     GEMMs take 14 to 28 us more than one, of 66 to 143 us that NCCL takes (2 x H100,
@@ -107,7 +108,10 @@ def ruled(problem: Problem, names: Sequence[str]) -> Plan:
         return _default(problem, "low_latency")
     many = [name for name in names if name != "low_latency"]
     rows = problem.M_shard if problem.blockwise else problem.M
-    if many and (rows >= 1 << MANY or on_cpu):
+    fewest = 1 << MANY
+    if "hopper" in many and problem.spec.scatters and problem.world_size > 2 and not problem.scaled:
+        fewest = 512
+    if many and (rows >= fewest or on_cpu):
         return _default(problem, many[0])
     return sequential.default_plan(problem)
 
