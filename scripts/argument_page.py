@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 
 from flux_megatron.integration import arguments, parser_signature
@@ -18,8 +17,7 @@ HEAD = """# Arguments of Megatron-LM beside `--flux-overlap`
 
 `python scripts/argument_page.py` writes this page from `flux_megatron/integration/arguments.tsv`.
 [Use in Megatron](megatron.md#what-is-refused-before-the-run-starts) says what happens when an
-argument is not at its default. In brackets: the releases that have it, if not all; `main` is
-d98e8a64.
+argument is not at its default.
 """
 TABLE = "## {}\n\n| arguments | reason |\n| --- | --- |"
 # collapsed on the site and on code hosts
@@ -69,18 +67,7 @@ def page() -> str:
 
 
 def _names(rows: Iterable[arguments.Row]) -> str:
-    known = {row.option: _releases(row.option) for row in rows}
-    return ", ".join(f"`{o}`" + f" ({having})" * (having != "all") for o, having in known.items())
-
-
-@cache
-def _releases(option: str) -> str:
-    """As "0.16.1 to main"; a parser never takes an option back that it had dropped."""
-    versions = {r: r.removeprefix("core_v").partition("-")[0] for r in parser_signature.releases()}
-    having = [versions[r] for r, options in options_by_release().items() if option in options]
-    if len(having) == len(versions):
-        return "all"
-    return having[0] if len(having) == 1 else f"{having[0]} to {having[-1]}"
+    return ", ".join(f"`{row.option}`" for row in rows)
 
 
 if __name__ == "__main__":
