@@ -48,16 +48,15 @@ this page.
   is of another kind, or has adapters of Megatron-Bridge.
 
 No recipe ran in its own size; [Support](support.md) has what ran on GPUs. `--flux-overlap` takes
-the place of userbuffers (*tp comm*). Types are bf16 where the name says nothing else: *fp8cs* has
-one scale a tensor, *fp8sc* one a block. The facts are those of the repositories, in August 2026
-(verl: January); widths and numbers of experts are those that the models are known for. Of
-Megatron-Bridge this is every recipe for H100 under `perf_recipes` with TP above 1, without
-`_h100` and `_config` in its name.
+the place of userbuffers. The arguments are those of the repositories, in August 2026 (verl:
+January); widths and numbers of experts are those that the models are known for. Of Megatron-Bridge
+this is every recipe for H100 under `perf_recipes` with TP above 1, without `_h100` and `_config` in
+its name.
 """
 TABLE = """## {}
 
-| recipes | ranks | facts | verdict |
-| --- | --- | --- | --- |"""
+| verdict | recipes |
+| --- | --- |"""
 
 
 def read(name: str) -> list[dict[str, str]]:
@@ -127,20 +126,15 @@ def page() -> str:
         alike: dict[str, list[str]] = {}
         for row in ROWS:
             if row["project"] == project:
-                alike.setdefault(_cells(row), []).append(row["recipe"])
-        lines += [f"| {', '.join(recipes)} | {cells} |" for cells, recipes in alike.items()]
+                alike.setdefault(_said(row), []).append(row["recipe"])
+        lines += [f"| {said} | {', '.join(recipes)} |" for said, recipes in alike.items()]
         lines.append("")
     return "\n".join(lines)
 
 
-def _cells(row: dict[str, str]) -> str:
-    """Of a line without its recipes."""
+def _said(row: dict[str, str]) -> str:
     said = verdict(command(row))
-    degrees = " ".join(f"{name}{row[name]}" for name in DEGREES if row[name] != "1")
-    no_sp = ", without sequence parallelism" * (row["SP"] == "no")
-    facts = ", ".join(_facts(row)).replace("_", " ")
-    tried = "" if said.startswith("refused") else f"; {_tried(row)}"
-    return f"{degrees}{no_sp} | {facts} | {said}{tried}"
+    return said if said.startswith("refused") else f"{said}; {_tried(row)}"
 
 
 def _tried(row: dict[str, str]) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
-from training_cases import FEATURES, REFUSED  # noqa: E402
+from training_cases import FEATURES  # noqa: E402
 from training_run import Feature  # noqa: E402
 
 from flux_megatron.patching.series import supported  # noqa: E402
@@ -40,8 +40,6 @@ def features() -> Iterator[str]:
     kinds: dict[str, list[str]] = {}
     for name, feature in FEATURES.items():
         kinds.setdefault(f"{_ranks(feature)} | {feature.runs}", []).append(name)
-    for name, (feature, error, message) in REFUSED.items():
-        kinds[f"{_ranks(feature)} | refused, {error.__name__}: {message}"] = [name]
     yield "| TP x PP x DP, dtype | calls | features |"
     yield "| --- | --- | --- |"
     for kind, names in kinds.items():
