@@ -39,16 +39,17 @@ def features() -> Iterator[str]:
     """A line for each kind of run, so that a reader finds a feature and not its repetitions."""
     kinds: dict[str, list[str]] = {}
     for name, feature in FEATURES.items():
-        kinds.setdefault(f"{_ranks(feature)} | {feature.runs}", []).append(name)
-    yield "| TP x PP x DP, dtype | calls | features |"
-    yield "| --- | --- | --- |"
+        kinds.setdefault(_kind(feature), []).append(name)
+    yield "| TP x PP x DP, dtype | features |"
+    yield "| --- | --- |"
     for kind, names in kinds.items():
         yield f"| {kind} | {'; '.join(names)} |"
 
 
-def _ranks(feature: Feature) -> str:
+def _kind(feature: Feature) -> str:
     dtype = str(feature.dtype).removeprefix("torch.")
-    return f"{feature.tp} x {feature.pp} x {feature.dp}, {dtype}"
+    why = "" if feature.runs == "overlapped" else f"; not overlapped: {feature.runs}"
+    return f"{feature.tp} x {feature.pp} x {feature.dp}, {dtype}{why}"
 
 
 def releases() -> Iterator[str]:
