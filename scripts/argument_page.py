@@ -20,22 +20,11 @@ HEAD = """# Arguments of Megatron-LM beside `--flux-overlap`
 argument is not at its default.
 """
 TABLE = "## {}\n\n| arguments | reason |\n| --- | --- |"
-# collapsed on the site and on code hosts
-FOLDED = """
-## Supported
+REST = """## Supported or harmless
 
-`arguments.tsv` names the test of each.
-
-<details markdown="1"><summary>All {}</summary>
-
-{}
-
-</details>
-
-## Harmless
-
-Other code than our layers reads {} arguments: data, optimizer, logs, checkpoints.
-`arguments.tsv` lists each with what reads it. An argument that is not in that file is untried.
+All others go on. Tests show that {} are supported; other code than our layers reads {}: data,
+optimizer, logs, checkpoints. `arguments.tsv` names the test or the reader of each. An argument that
+is not in that file is untried.
 """
 
 
@@ -53,16 +42,15 @@ def unclassified() -> list[str]:
 def page() -> str:
     rows = arguments.table().values()
     of_class = {kind: [r for r in rows if r.kind == kind] for kind in arguments.CLASSES[::-1]}
-    counts = ", ".join(f"{len(found)} {kind}" for kind, found in of_class.items())
-    lines = [HEAD, f"{len(rows)} arguments: {counts}."]
+    lines = [HEAD]
     for kind in ("refused", "untried"):
-        lines.append("\n" + TABLE.format(kind.capitalize()))
+        lines.append(TABLE.format(kind.capitalize()))
         lines += [
             f"| {_names(row for row in of_class[kind] if row.because == why)} | {why} |"
             for why in dict.fromkeys(row.because for row in of_class[kind])
         ]
-    supported, harmless = of_class["supported"], of_class["harmless"]
-    lines.append(FOLDED.format(len(supported), _names(supported), len(harmless)))
+        lines.append("")
+    lines.append(REST.format(len(of_class["supported"]), len(of_class["harmless"])))
     return "\n".join(lines)
 
 
