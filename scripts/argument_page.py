@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 
 from flux_megatron.integration import arguments, parser_signature
@@ -18,26 +17,14 @@ HEAD = """# Arguments of Megatron-LM beside `--flux-overlap`
 
 `python scripts/argument_page.py` writes this page from `flux_megatron/integration/arguments.tsv`.
 [Use in Megatron](megatron.md#what-is-refused-before-the-run-starts) says what happens when an
-argument is not at its default. In brackets: the releases that have it, if not all; `main` is
-d98e8a64.
+argument is not at its default.
 """
 TABLE = "## {}\n\n| arguments | reason |\n| --- | --- |"
-# collapsed on the site and on code hosts
-FOLDED = """
-## Supported
+REST = """## Supported or harmless
 
-`arguments.tsv` names the test of each.
-
-<details markdown="1"><summary>All {}</summary>
-
-{}
-
-</details>
-
-## Harmless
-
-Other code than our layers reads {} arguments: data, optimizer, logs, checkpoints.
-`arguments.tsv` lists each with what reads it. An argument that is not in that file is untried.
+All others go on. Tests show that {} are supported; other code than our layers reads {}: data,
+optimizer, logs, checkpoints. `arguments.tsv` names the test or the reader of each. An argument that
+is not in that file is untried.
 """
 
 
@@ -55,32 +42,20 @@ def unclassified() -> list[str]:
 def page() -> str:
     rows = arguments.table().values()
     of_class = {kind: [r for r in rows if r.kind == kind] for kind in arguments.CLASSES[::-1]}
-    counts = ", ".join(f"{len(found)} {kind}" for kind, found in of_class.items())
-    lines = [HEAD, f"{len(rows)} arguments: {counts}."]
+    lines = [HEAD]
     for kind in ("refused", "untried"):
-        lines.append("\n" + TABLE.format(kind.capitalize()))
+        lines.append(TABLE.format(kind.capitalize()))
         lines += [
             f"| {_names(row for row in of_class[kind] if row.because == why)} | {why} |"
             for why in dict.fromkeys(row.because for row in of_class[kind])
         ]
-    supported, harmless = of_class["supported"], of_class["harmless"]
-    lines.append(FOLDED.format(len(supported), _names(supported), len(harmless)))
+        lines.append("")
+    lines.append(REST.format(len(of_class["supported"]), len(of_class["harmless"])))
     return "\n".join(lines)
 
 
 def _names(rows: Iterable[arguments.Row]) -> str:
-    known = {row.option: _releases(row.option) for row in rows}
-    return ", ".join(f"`{o}`" + f" ({having})" * (having != "all") for o, having in known.items())
-
-
-@cache
-def _releases(option: str) -> str:
-    """As "0.16.1 to main"; a parser never takes an option back that it had dropped."""
-    versions = {r: r.removeprefix("core_v").partition("-")[0] for r in parser_signature.releases()}
-    having = [versions[r] for r, options in options_by_release().items() if option in options]
-    if len(having) == len(versions):
-        return "all"
-    return having[0] if len(having) == 1 else f"{having[0]} to {having[-1]}"
+    return ", ".join(f"`{row.option}`" for row in rows)
 
 
 if __name__ == "__main__":

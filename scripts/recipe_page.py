@@ -37,28 +37,26 @@ SMALL = {"--tensor-model-parallel-size": "2", "--expert-model-parallel-size": "2
          "--num-experts": "4", "--moe-router-topk": "2"}  # fmt: skip
 HEAD = """# Launches that people run
 
-`python scripts/recipe_page.py` writes this page from `scripts/recipes.tsv` and
-`scripts/recipe_words.tsv`. The last column is what this version says to a launch with these
-arguments, on GPUs with TransformerEngine, and what stands behind it.
+What does this version say to the launches of six projects, on GPUs with TransformerEngine?
+`python scripts/recipe_page.py` asks it with the arguments of `scripts/recipes.tsv`, and writes
+this page.
 
-- *runs*: nothing is refused. *if allowed*: an option is [untried](arguments.md#untried) or loses
-  speed, and `--flux-allow` names it. *refused*: the run ends with this reason.
-- *launched*: `tests/launch/test_recipe_launches.py` runs these arguments on CPU, TP 2, in small
-  widths, without pipeline stages and grouped GEMMs. *by option*: tests show each option, none all
-  together. *nothing shows*: the model is of another kind, or has adapters of Megatron-Bridge.
+- *runs*: nothing is refused. *if allowed*: `--flux-allow` must name an option, which is
+  [untried](arguments.md#untried) or loses speed. *refused*: the run ends with this reason.
+- *launched*: tests run these arguments on CPU, TP 2, in small widths, without pipeline stages and
+  grouped GEMMs. *by option*: tests show each option, none all together. *nothing shows*: the model
+  is of another kind, or has adapters of Megatron-Bridge.
 
-No recipe ran in its own size; [Support](support.md) has what ran on GPUs. The facts are those of
-the projects' repositories: Megatron-Bridge (every recipe for H100 under `perf_recipes` with TP
-above 1; names without `_h100` and `_config`), and examples of NeMo-RL, SkyRL and ms-swift of
-2026-08-22, slime of 2026-08-21, verl of 2026-01-29. Widths, numbers of experts, routers' top-k and
-ties of embeddings are those that models of these names are known for, not read there.
-`--flux-overlap` takes the place of userbuffers (*tp comm*). *SP* is sequence parallelism; *fp8*
-has one scale a tensor, *fp8block* one a block.
+No recipe ran in its own size; [Support](support.md) has what ran on GPUs. `--flux-overlap` takes
+the place of userbuffers. The arguments are those of the repositories, in August 2026 (verl:
+January); widths and numbers of experts are those that the models are known for. Of Megatron-Bridge
+this is every recipe for H100 under `perf_recipes` with TP above 1, without `_h100` and `_config` in
+its name.
 """
 TABLE = """## {}
 
-| recipe | model | GPUs, ranks | precision, other facts | verdict |
-| --- | --- | --- | --- | --- |"""
+| verdict | recipes |
+| --- | --- |"""
 
 
 def read(name: str) -> list[dict[str, str]]:
@@ -124,19 +122,19 @@ def kind(row: dict[str, str]) -> tuple[str, ...]:
 def page() -> str:
     lines = [HEAD]
     for project in dict.fromkeys(row["project"] for row in ROWS):
-        here = [row for row in ROWS if row["project"] == project]
-        lines += [TABLE.format(project), *map(_line, here), ""]
+        lines.append(TABLE.format(project))
+        alike: dict[str, list[str]] = {}
+        for row in ROWS:
+            if row["project"] == project:
+                alike.setdefault(_said(row), []).append(row["recipe"])
+        lines += [f"| {said} | {', '.join(recipes)} |" for said, recipes in alike.items()]
+        lines.append("")
     return "\n".join(lines)
 
 
-def _line(row: dict[str, str]) -> str:
+def _said(row: dict[str, str]) -> str:
     said = verdict(command(row))
-    degrees = " ".join(f"{name}{row[name]}" for name in DEGREES if row[name] != "1")
-    no_sp = ", no SP" * (row["SP"] == "no")
-    facts = ", ".join([row["precision"], *_facts(row)]).replace("_", " ")
-    tried = "" if said.startswith("refused") else f"; {_tried(row)}"
-    return (f"| {row['recipe']} | {row['model']} | {row['GPUs']}: {degrees}{no_sp} | {facts} | "
-            f"{said}{tried} |")  # fmt: skip
+    return said if said.startswith("refused") else f"{said}; {_tried(row)}"
 
 
 def _tried(row: dict[str, str]) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
-from training_cases import FEATURES, REFUSED  # noqa: E402
+from training_cases import FEATURES  # noqa: E402
 from training_run import Feature  # noqa: E402
 
 from flux_megatron.patching.series import supported  # noqa: E402
@@ -39,26 +39,25 @@ def features() -> Iterator[str]:
     """A line for each kind of run, so that a reader finds a feature and not its repetitions."""
     kinds: dict[str, list[str]] = {}
     for name, feature in FEATURES.items():
-        kinds.setdefault(f"{_ranks(feature)} | {feature.runs}", []).append(name)
-    for name, (feature, error, message) in REFUSED.items():
-        kinds[f"{_ranks(feature)} | refused, {error.__name__}: {message}"] = [name]
-    yield "| TP x PP x DP, dtype | calls | features |"
-    yield "| --- | --- | --- |"
+        kinds.setdefault(_kind(feature), []).append(name)
+    yield "| TP x PP x DP, dtype | features |"
+    yield "| --- | --- |"
     for kind, names in kinds.items():
         yield f"| {kind} | {'; '.join(names)} |"
 
 
-def _ranks(feature: Feature) -> str:
+def _kind(feature: Feature) -> str:
     dtype = str(feature.dtype).removeprefix("torch.")
-    return f"{feature.tp} x {feature.pp} x {feature.dp}, {dtype}"
+    why = "" if feature.runs == "overlapped" else f"; not overlapped: {feature.runs}"
+    return f"{feature.tp} x {feature.pp} x {feature.dp}, {dtype}{why}"
 
 
 def releases() -> Iterator[str]:
     yield (
-        "| patches | megatron.core calls itself | `tests/integration` | random launches beside "
-        "stock | Megatron's own tests, with ours |"
+        "| release | `tests/integration` | random launches beside stock | "
+        "Megatron's own tests: pass with ours, of stock's |"
     )
-    yield "| --- | --- | --- | --- | --- |"
+    yield "| --- | --- | --- | --- |"
     for series in supported():
         tested, launched, suite = (
             [row for row in _read(table) if row["release"] == series.folder.name]
@@ -69,10 +68,9 @@ def releases() -> Iterator[str]:
         ours, stock = (sum(row[key] for row in suite) for key in ("ours", "stock"))
         cells = (
             f"`{series.folder.name}`",
-            series.version,
             _tested(tested[-1]) if tested else "",  # the latest
             ", ".join(outcomes),
-            f"{ours} of {stock} that pass with stock" if suite else "",
+            f"{ours} of {stock}" if suite else "",
         )
         yield f"| {' | '.join(cells)} |"
 
