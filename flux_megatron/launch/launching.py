@@ -108,7 +108,7 @@ class Prepared:
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
     """The exit code, 130 after Ctrl-C, which reaches the ranks too: torchrun ends them, and they
-    are waited for.
+    are waited for, whatever code they end with.
     """
     interrupted = False
     while True:
@@ -117,7 +117,7 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
         except KeyboardInterrupt:  # noqa: PERF203, it is no hot loop
             interrupted = True
         else:
-            return INTERRUPTED if interrupted and code else code
+            return INTERRUPTED if interrupted else code
 
 
 def prepare(

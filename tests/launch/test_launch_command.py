@@ -354,13 +354,14 @@ def test_local_run_stops_at_the_first_failure(tmp_path, monkeypatch, local):
     ]
 
 
-def test_local_run_ends_by_ctrl_c(tmp_path, local):
-    """Its ranks get it too, and torchrun ends with 1: Python handles what bash has it ignore. Later
-    arms do not run.
+@pytest.mark.parametrize("code", [1, 0])
+def test_local_run_ends_by_ctrl_c(tmp_path, local, code):
+    """Its ranks get it too, and torchrun ends with 1, or they with 0: Python handles what bash has
+    it ignore. Later arms do not run.
     """
     python = (
-        "import signal, sys, time; signal.signal(signal.SIGINT, lambda *_: sys.exit(1)); "
-        f"open({str(tmp_path / 'ready')!r}, 'w'); time.sleep(60)"
+        f"import os, signal, time; signal.signal(signal.SIGINT, lambda *_: os._exit({code})); "
+        f"os.mkdir({str(tmp_path / 'ready')!r}); time.sleep(60)"
     )
     waits = f"exec {sys.executable} -c {shlex.quote(python)}\n"
     command = [sys.executable, "-m", "flux_megatron", "launch", *map(str, local(waits))]
