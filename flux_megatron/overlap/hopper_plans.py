@@ -26,24 +26,16 @@ BY_SM_BYTES = 8 << 20  # that a rank sends to each peer; more goes by copy engin
 # 8 MiB 70, 114 and 180, or 78, 105 and 171. Under contention SMs are never slower, in four shapes
 # (2 x H200, 2026-11-27, h200x2/fp8_pushes.jsonl).
 FP8_BY_SM_BYTES = 4 << 20
-# The SMs push more than that where K is short: over two ranks, bytes times K up to this. There they
-# take .87 to .99 of the copy engines' time (three shapes), else 1.00 to 1.12 (16; 2 x H200,
-# 2026-11-28, h200x2/pushes.jsonl).
-BY_SM_BYTES_K = 1 << 35
-LATE_LINK_K = 2048  # up to which more than 2 * BY_SM_BYTES by the SMs are worth a measurement
 # In how many communication tiles copy engines push a shard of more than so many bytes. Where K is
 # short the link ends behind the GEMM, and what is multiplied behind the last arrival is one of
-# these. Four in place of two take .81 to .95 of the time in 13 of 45 races, all with K up to 2,048
-# or 4,096 of FP8, alone or beside others, and .98 to 1.01 in the other 32; eight of more than 64
-# MiB .95 to 1.00 of four. Below 16 MiB four take 1.04 to 1.14 of two. With a split accumulator two
-# of 8 MiB take .91 of one. (The same rows. Four ranks are not measured: their races try these.)
+# these. Of 16 bits over two ranks four in place of two take .81 to .95 of the time in eight of 25
+# races, all with K up to 2,048, and .98 to 1.01 in the others; eight of more than 64 MiB .95 to
+# 1.00 of four. Below 16 MiB four take 1.04 to 1.08 of two (alone and beside others, 2 x H200,
+# 2026-11-28, h200x2/pushes.jsonl). Elsewhere there are two at most until that is measured.
 PUSHES = ((64 << 20, COMM_TILES_MAX), ((16 << 20) - 1, 4), (BY_SM_BYTES, 2))
-FEW_SHARD_ROWS, SHORT_K = 256, 4096  # over more than two ranks
-BY_SM = ("sm", COMM_TILES_MAX)  # they signal for nothing, a copy engine takes 10 us to begin each
-# Groups of 12 rows of NARROW tiles are as high as a wave is wide, and read least. With a split
-# accumulator they take .95 to .99 of the time of groups of 16 where K is 12288 or more (nine
-# shapes), .99 and 1.00 at 8192, 1.00 and 1.01 below (two each; the same rows and card).
-SQUARE_GROUP, SQUARE_K = 12, 8192
+# Up to this K the SMs may push faster, whatever the bytes: 97 us, not 110, at 1536 x 8192 x 2048,
+# 159, not 171, at 8192 x 4096 x 1024 (2 of 4 x H200, 2026-11-27, h200x2/trees.jsonl).
+LATE_LINK_K = 2048
 FEW_ROWS = 1024  # of all ranks: with more no GEMM was fastest with tiles of 64 rows
 # Eight took 1 us less to 2 more where K is 12288, and 19 more at 128 x 5120 x 8192: copies of 128
 # KB and their signals take longer than they hide (2 x H100, 2026-11-25, h100x2/k_parts.jsonl).
@@ -57,57 +49,21 @@ def default_plan(problem: Problem) -> Plan:
         low = problem.M_shard < TILE.block_m
         wide = wide_tile(problem.M, problem.N_local, problem.K_local)
         return Plan("hopper", tile=_tile_of(problem, LOW[0] if low else wide))
-    return _pushed(problem, _pushes(problem)[0], _tile_of(problem, _scattered_tile(problem)))
-
-
-def _scattered_tile(problem: Problem) -> Tile:
-    """Over more than two ranks groups of 16 rows of tiles may have tiles for several of them, whose
-    pushes are late then: groups of 8 take .88 to 1.03 of the time (34 entries of configs/tuned, 4 x
-    H200). Of FEW_SHARD_ROWS the waves are few, and narrow tiles take .87 to .99 of the time of wide
-    ones (12 entries).
-    """
-    if problem.world_size > 2 and not problem.scaled and problem.M_shard <= FEW_SHARD_ROWS:
-        return NARROW
-    several = problem.world_size > 2 and problem.M_shard < 16 * TILE.block_m
-    return replace(TILE, group_m=8 if several else 16)
-
-
-def _pushed(problem: Problem, push: tuple[str, int], tile: Tile) -> Plan:
-    transport, comm_tiles = push
-    comm_rows = cdiv(problem.M_shard, comm_tiles)
-    return Plan("hopper", comm_rows=comm_rows, tile=tile, transport=transport)
-
-
-def _pushes(problem: Problem) -> list[tuple[str, int]]:
-    """Who pushes a shard of GEMM+RS, and in how many communication tiles: first what is chosen
-    unmeasured, then what is worth a measurement.
-    """
     size_bytes = problem.M_shard * problem.N_local * 2
-    R, K = problem.world_size, problem.K_local
-    fewest = 2 if problem.split_accumulator or not problem.scaled else 1
-    comm_tiles = next((count for above, count in PUSHES if size_bytes > above), fewest)
-    tried = [comm_tiles] if R <= 2 or comm_tiles <= 2 else [2, comm_tiles]
-    engines = [("copy_engine", count) for count in tried]
-    if problem.scaled and size_bytes <= BY_SM_BYTES:
-        engines.append(("copy_engine", 3 - fewest))
-    if _sms_push(problem, size_bytes):
-        return [BY_SM, *engines]
-    # 2048 x 5120 x 12800, of 10 MiB, takes 386 us by SMs, 403 by copy engines; 2304 x 5120 x 13824,
-    # of 11, 484 and 475 (2 of 4 x H200, 2026-11-27, h200x2/trees.jsonl)
-    close = size_bytes <= 2 * BY_SM_BYTES or (R == 2 and K <= LATE_LINK_K)
-    return [*engines, BY_SM] if close else engines
+    by_sm = size_bytes <= (FP8_BY_SM_BYTES if problem.scaled else BY_SM_BYTES)
+    most = 2 if problem.scaled or problem.world_size > 2 else COMM_TILES_MAX
+    # the SMs signal for nothing, a copy engine takes 10 us to begin each
+    comm_tiles = COMM_TILES_MAX if by_sm else min(_copies(size_bytes), most)
+    return Plan(
+        "hopper",
+        comm_rows=cdiv(problem.M_shard, comm_tiles),
+        tile=_tile_of(problem, replace(TILE, group_m=16)),
+        transport="sm" if by_sm else "copy_engine",
+    )
 
 
-def _sms_push(problem: Problem, size_bytes: int) -> bool:
-    """Whether the SMs push a shard, unmeasured. Over four ranks copy engines take .90 to 1.01 of
-    their time at 8 MiB (eight entries), and .95 to .98 from 4 MiB on where K is long (seven).
-    """
-    K = problem.K_local
-    if problem.scaled:
-        return size_bytes <= FP8_BY_SM_BYTES
-    if problem.world_size <= 2:
-        return size_bytes <= BY_SM_BYTES or size_bytes * K <= BY_SM_BYTES_K
-    return size_bytes < (BY_SM_BYTES if K <= SHORT_K else BY_SM_BYTES // 2)
+def _copies(size_bytes: int) -> int:
+    return next((count for above, count in PUSHES if size_bytes > above), 1)
 
 
 def _tile_of(problem: Problem, tile: Tile) -> Tile:
@@ -119,8 +75,6 @@ def _tile_of(problem: Problem, tile: Tile) -> Tile:
     wide_sums = problem.spec.scatters and problem.out_dtype == "float32"
     if tile.block_m == TILE.block_m and (problem.split_accumulator or wide_sums):
         tile = replace(NARROW, num_stages=5) if wide_sums else NARROW
-    if problem.split_accumulator and tile.block_m == tile.block_n and problem.K_local >= SQUARE_K:
-        tile = replace(tile, group_m=SQUARE_GROUP)
     return replace(tile, block_k=2 * tile.block_k)
 
 
@@ -151,19 +105,39 @@ def candidates(problem: Problem) -> list[Plan]:
             low = [replace(default, tile=tile) for tile in LOW]
             plans += [*low, *_in_parts_of_k(problem, [default, narrow])]
         return plans
-    wide = (replace(TILE, group_m=rows) for rows in (8, 16))
-    tiles = dict.fromkeys((default.tile, NARROW, *wide))
-    return [_pushed(problem, push, tile) for push in _pushes(problem) for tile in tiles]
+    wide = replace(default, tile=replace(default.tile, group_m=8))
+    plans = [default, narrow, wide]
+    plans += [
+        replace(plan, transport=transport, comm_rows=cdiv(problem.M_shard, comm_tiles))
+        for transport, comm_tiles in _other_pushes(problem)
+        for plan in (default, narrow, wide)
+    ]
+    return [*dict.fromkeys(plans)]
 
 
 def _of_fp8(problem: Problem, default: Plan) -> list[Plan]:
     """GEMMs are half as long beside results of 16 bits: who pushes them matters more than tiles."""
     plans = [default]
     if problem.spec.scatters:
-        plans = [_pushed(problem, push, default.tile) for push in _pushes(problem)]
+        copies = dict.fromkeys((1, 2, _copies(problem.M_shard * problem.N_local * 2)))
+        pushes = ("sm", COMM_TILES_MAX), *(("copy_engine", count) for count in copies)
+        plans += [
+            replace(default, transport=transport, comm_rows=cdiv(problem.M_shard, comm_tiles))
+            for transport, comm_tiles in pushes
+        ]
     if problem.M_shard >= TILE.block_m:
         plans += [replace(plan, tile=_tile_of(problem, NARROW)) for plan in plans]
     return [*dict.fromkeys(plans)]
+
+
+def _other_pushes(problem: Problem) -> list[tuple[str, int]]:
+    """Transports of GEMM+RS besides the default, with the communication tiles of a shard."""
+    # 2048 x 5120 x 12800, of 10 MiB, takes 386 us by SMs, 403 by copy engines; 2304 x 5120 x 13824,
+    # of 11, 484 and 475 (2 of 4 x H200, 2026-11-27, h200x2/trees.jsonl)
+    size_bytes = problem.M_shard * problem.N_local * 2
+    late = problem.world_size == 2 and problem.K_local <= LATE_LINK_K
+    by_sm = [("sm", COMM_TILES_MAX)] if late or size_bytes <= 2 * BY_SM_BYTES else []
+    return [*by_sm, ("copy_engine", max(2, _copies(size_bytes)))]
 
 
 def _in_parts_of_k(problem: Problem, plans: list[Plan]) -> list[Plan]:

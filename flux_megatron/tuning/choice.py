@@ -34,12 +34,6 @@ ROUNDS = 5  # of a race
 # x H200, torch 2.11, 2026-11-28, h200x2/race_gap.jsonl).
 GAP_S = 0.0
 
-# Of a kind that has met more M than this, a new M is no exception. The library looks for a kernel
-# at each: four operations of a layer took the host 2.8 ms where half of GEMM+RS was `pipelined`,
-# 1.75 where all was `hopper`, whose kernels take any M (2 x H100 and 2 x H200, dynamic_rows.jsonl).
-# A GEMM that takes the GPU more than 1.4 ms hides that.
-SEVERAL_M, HIDING_FLOPS = 8, 1e12
-
 # In races, in this process. A plan's first run is not counted: it loads kernels, once a process.
 _spent_s = 0.0
 
@@ -89,11 +83,10 @@ def choose(problem: Problem, table: PlanTable, space: Workspace) -> tuple[Plan, 
     The same on all ranks of the workspace's group. Collective where a range of M is to be raced.
     """
     wanted = settings.get().strategy
-    table.met += 1
     if wanted == "sequential" or problem.world_size == 1:
         return sequential.default_plan(problem), None
     if wanted == "auto" and (plan := _measured_plan(problem, table, space)):
-        return _soon_begun(problem, plan, table, space), None
+        return plan, None
     names, reason = registry.overlapping(problem, wanted, space.unavailable)
     if not names:
         return sequential.default_plan(problem), reason
@@ -111,18 +104,6 @@ def _measured_plan(problem: Problem, table: PlanTable, space: Workspace) -> Plan
     if plan is None or plan.strategy == "sequential":
         return None
     return None if registry.refusal(problem, plan.strategy, space.unavailable, plan) else plan
-
-
-def _soon_begun(problem: Problem, plan: Plan, table: PlanTable, space: Workspace) -> Plan:
-    """The measured plan, or one of kernels that take any M where the library's would be new to each
-    and the host is the bound.
-    """
-    short = 2 * problem.M * problem.N_local * problem.K_local <= HIDING_FLOPS
-    if plan.strategy != "pipelined" or table.met <= SEVERAL_M or not short:
-        return plan
-    if registry.refusal(problem, "hopper", space.unavailable):
-        return plan
-    return registry.strategy(problem, "hopper").default_plan(problem)
 
 
 def _may_race(space: Workspace) -> bool:

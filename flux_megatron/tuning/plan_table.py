@@ -48,13 +48,10 @@ def raced_as(problem: Problem, number: int) -> Problem:
 
 @dataclass
 class PlanTable:
-    """`points` are plans by their M. `settled` are ranges that need no race any more. `met` counts
-    the M that were chosen for.
-    """
+    """`points` are plans by their M. `settled` are ranges that need no race any more."""
 
     points: dict[int, Plan] = field(default_factory=dict)
     settled: set[int] = field(default_factory=set)
-    met: int = 0
 
     def plan(self, problem: Problem, names: Sequence[str]) -> Plan:
         """Of the strategies `names`, which can run the problem, or `sequential`."""
@@ -94,9 +91,8 @@ def for_rows(plan: Plan, M: int, problem: Problem) -> Plan:
 def ruled(problem: Problem, names: Sequence[str]) -> Plan:
     """The plan without a measurement, of the strategies `names` in order of preference.
 
-    `sequential` below M = 1024 was 3.7 % slower than the fastest plan on average, `hopper` from
-    there on .95 % (180 entries of configs/tuned: 4 and 2 x H200, 2 x H100). Over four ranks
-    `sequential` took 1.00 to 1.39 of the time of `hopper` in GEMM+RS of 512 rows (12 entries).
+    `sequential` below M = 1024 was 7.1 % slower than the fastest plan on average, `hopper` from
+    there on 1.9 % (204 entries of configs/tuned: 4 and 2 x H200, 2 x H100).
 
     With blockwise scales the library multiplies a shard at a time. On two ranks, M = 4096, two such
     GEMMs take 14 to 28 us more than one, of 66 to 143 us that NCCL takes (2 x H100,
@@ -108,10 +104,7 @@ def ruled(problem: Problem, names: Sequence[str]) -> Plan:
         return _default(problem, "low_latency")
     many = [name for name in names if name != "low_latency"]
     rows = problem.M_shard if problem.blockwise else problem.M
-    fewest = 1 << MANY
-    if "hopper" in many and problem.spec.scatters and problem.world_size > 2 and not problem.scaled:
-        fewest = 512
-    if many and (rows >= fewest or on_cpu):
+    if many and (rows >= 1 << MANY or on_cpu):
         return _default(problem, many[0])
     return sequential.default_plan(problem)
 
