@@ -7,7 +7,7 @@ on its rank and gets its plan. Each later one costs a look-up and an entry in th
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Generic, NoReturn, TypeVar
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
-from flux_megatron.overlap import registry
+from flux_megatron.overlap import calls, registry
 from flux_megatron.overlap.operands import (
     dense,
     is_plain,
@@ -30,7 +30,7 @@ from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.scaling import Scaling
 from flux_megatron.symm.groups import name_of
-from flux_megatron.symm.program import Builder
+from flux_megatron.symm.program import Builder, CallProgram
 from flux_megatron.symm.space import Guard, Workspace
 from flux_megatron.symm.workspace import workspace
 from flux_megatron.tuning import choice
@@ -63,11 +63,26 @@ class Choice(Generic[S]):
 @dataclass(frozen=True)
 class Decision(Choice[registry.Strategy]):
     problem: Problem
+    _programs: dict[bool, CallProgram] = field(default_factory=dict)
 
     @cached_property
     def build(self) -> Builder:
         """What makes the program."""
         return self.strategy.BUILDERS[self.problem.pattern]
+
+    def program(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, caller_steps: bool,
+        scaling: Scaling | None,
+    ) -> CallProgram:  # fmt: skip
+        """That of these calls; to look for it by all that it depends on takes 3 us more."""
+        program = self._programs.get(caller_steps)
+        if program is None:
+            program = calls.program_of(
+                self.build, x, w, bias, self.problem.layout, self.plan, self.workspace,
+                caller_steps, scaling,
+            )  # fmt: skip
+            self._programs[caller_steps] = program
+        return program
 
     def gather_plan(self) -> Plan:
         """The plan of the gather of x beside this GEMM+RS in a column layer's backward; the log of

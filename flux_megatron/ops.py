@@ -199,8 +199,9 @@ def run_ag_gemm(
     bias = bias if bias is None else memory("bias", bias)
     decision = decide(Pattern.AG_GEMM, x, w, bias, group, layout, plan, scaling)
     decision.report_fallback()
-    plan, space, scaling = decision.plan, decision.workspace, dense(scaling)
-    y = calls.whole(decision.build, x, w, bias, layout, plan, space, consume, scaling)
+    scaling = dense(scaling)
+    program = decision.program(x, w, bias, consume is not None, scaling)
+    y = calls.by(program, x, w, bias, consume, scaling)
     decision.count()
     return y
 
@@ -213,8 +214,8 @@ def _reduced(
     if without_rows(pattern, x, w, group, layout):
         return product(x, w, layout)
     decision, scaling = decide_sum(pattern, x, w, group, layout, plan, scaling)
-    plan, space = decision.plan, decision.workspace
-    y = calls.whole(decision.build, x, w, None, layout, plan, space, None, scaling)
+    program = decision.program(x, w, None, False, scaling)
+    y = calls.by(program, x, w, None, None, scaling)
     decision.count()
     return y
 

@@ -173,3 +173,10 @@ def assert_refused(rows: list[tuple]) -> None:
                 operation(*given, group=dist.group.WORLD, **options)
             for word in words:
                 assert word in str(caught.value), f"{operation}: {word!r} not in {caught.value}"
+
+
+def forget_programs(space: Workspace) -> None:
+    """A call of known shapes builds its program anew."""
+    space.programs.clear()
+    for decision in space.checked.values():
+        decision._programs.clear()

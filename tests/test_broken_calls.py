@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, check, fail_in_a_call
+from cases import Case, check, fail_in_a_call, forget_programs
 from closeness import assert_exact
 from ranks import DEVICE, FUSED, here, on_device_ranks
 
@@ -124,7 +124,7 @@ def test_no_memory_for_a_result_ends_no_group(rank, strategy, first):
         for _ in range(4):
             call()
         if first:
-            space.programs.clear()
+            forget_programs(space)
         taken_back = mock.patch.object(Channel, "take_back", autospec=True, wraps=None)
         with mock.patch.object(torch.Tensor, "new_empty", _no_memory), taken_back as took:
             took.side_effect = take_back

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import ON_HOPPER, plan_of
+from cases import ON_HOPPER, forget_programs, plan_of
 from ranks import DEVICE, on_device, run_ranks
 
 import flux_megatron
@@ -106,7 +106,7 @@ def chains(rank: int, strategy: str, pattern: str, deeper: bool = False) -> list
         for _ in range(2):  # a region's views are made once
             call(x, w, dist.group.WORLD, plan=plan)
         repeated = followed()
-        workspaces()[0].programs.clear()
+        forget_programs(workspaces()[0])
         return [repeated, followed()]
 
 

@@ -86,9 +86,11 @@ def test_gathered_rows_of_a_late_rank_in_order(rank):
             time.sleep(0.1)
         taken: list[torch.Tensor] = []
         mine = x + 10 * rank + turn
+        plain = ops.run_ag_gemm(mine, w, None, group, plan=plan)
         y = ops.run_ag_gemm(mine, w, None, group, plan=plan, consume=taken.append)
         whole = torch.cat([x + 10 * other + turn for other in range(group.size())])
         assert_exact(taken[0], whole)
+        assert_exact(plain, y)
         assert_exact(y, whole @ w.t())
         for tensor in (taken[0], y):
             tensor.fill_(torch.nan)  # what the next call may get for its buffers

@@ -307,6 +307,14 @@ def whole(
     """The result of a call. `consume` borrows the gathered rows of AG+GEMM."""
     borrows = consume is not None
     program = program_of(build, x, w, bias, layout, plan, space, borrows, scaling)
+    return by(program, x, w, bias, consume, scaling)
+
+
+def by(
+    program: CallProgram, x: Tensor, w: Tensor, bias: Tensor | None,
+    consume: Callable[[Tensor], None] | None, scaling: Scaling | None,
+) -> Tensor:  # fmt: skip
+    """`whole`, by its program."""
     call = InFlight(program, x, w, bias, scaling)
     if consume is not None:
         call.borrow(consume)

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flux_megatron.scaling import is_fp8
 from flux_megatron.symm.program import CallProgram
 from flux_megatron.symm.space import Workspace
 from flux_megatron.symm.steps import Slot
@@ -21,11 +20,14 @@ from flux_megatron.symm.steps import Slot
 _LOOK_S = 0.05
 
 
-def all_gather(out: Tensor, rows: Tensor, **options: Any) -> dist.Work | None:
-    """`dist.all_gather_into_tensor` of any dtype: no collective knows those of FP8."""
-    if is_fp8(rows):
-        out, rows = out.view(torch.uint8), rows.view(torch.uint8)
-    return dist.all_gather_into_tensor(out, rows, **options)
+# torch 2.13 warns of the second names in each call, which takes the host 2.7 us.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather_fp8(out: Tensor, rows: Tensor, **options: Any) -> dist.Work | None:
+    """No collective knows these dtypes."""
+    return all_gather(out.view(torch.uint8), rows.view(torch.uint8), **options)
 
 
 def start(

@@ -17,7 +17,7 @@ from torch import Tensor
 from flux_megatron.overlap import collectives, library_gemm
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
-from flux_megatron.scaling import result_dtype
+from flux_megatron.scaling import is_fp8, result_dtype
 from flux_megatron.symm.program import Builder, CallProgram
 from flux_megatron.symm.steps import Slot
 
@@ -46,7 +46,8 @@ def candidates(problem: Problem) -> list[Plan]:
 def _gather(p: CallProgram, x: Slot) -> Slot:
     """The rows of every rank, once `collectives.wait_for` has been added."""
     gathered = x.new_empty(p.world_size * len(x), x.shape[1])
-    collectives.start(p, "all-gather", collectives.all_gather, gathered, x)
+    gather = collectives.all_gather_fp8 if is_fp8(x) else collectives.all_gather
+    collectives.start(p, "all-gather", gather, gathered, x)
     return gathered
 
 
@@ -83,7 +84,7 @@ def _product(p: CallProgram) -> Slot:
 def _gemm_rs(p: CallProgram) -> Slot:
     partial = _product(p)
     y = partial.new_empty(len(p.x) // p.world_size, p.N)
-    collectives.start(p, "reduce-scatter", dist.reduce_scatter_tensor, y, partial)
+    collectives.start(p, "reduce-scatter", collectives.reduce_scatter, y, partial)
     p.caller_step()
     collectives.wait_for(p)
     return y
