@@ -386,17 +386,31 @@ AT_ONCE, IN_HALVES, QUARTERS, EIGHTHS = (("copy_engine", count) for count in (1,
         (8194, 8192, "bfloat16", [EIGHTHS]),
         (8192, 1024, "bfloat16, 4 ranks", [IN_HALVES, QUARTERS]),
         (8194, 1024, "bfloat16, 4 ranks", [IN_HALVES, EIGHTHS]),
-        (512, 4096, "float8_e4m3fn", [BY_SM, AT_ONCE, IN_HALVES]),
-        (514, 4096, "float8_e4m3fn", [AT_ONCE, BY_SM, IN_HALVES]),
-        (2048, 4096, "float8_e4m3fn", [IN_HALVES, BY_SM, AT_ONCE, QUARTERS]),
+        (512, 4096, "fast", [BY_SM, AT_ONCE, IN_HALVES]),
+        (514, 4096, "fast", [AT_ONCE, BY_SM, IN_HALVES]),
+        (514, 4096, "split", [IN_HALVES, BY_SM, AT_ONCE]),
+        (514, 4096, "split, 4 ranks", [AT_ONCE, BY_SM, IN_HALVES]),
+        (2048, 4096, "fast", [QUARTERS, BY_SM, AT_ONCE, IN_HALVES]),
+        (2048, 4096, "fast, 4 ranks", [IN_HALVES, BY_SM, AT_ONCE, QUARTERS]),
     ],
 )
 def test_who_pushes_a_shard_in_how_many_parts(M, K, kind, pushes):
     """Of M / 2 rows of 8192; what is first is chosen unmeasured."""
-    dtype, _, ranks = kind.partition(", ")
+    kind, _, ranks = kind.partition(", ")
     R = 4 if ranks else 2
-    given = {} if dtype == "bfloat16" else {"out_dtype": "bfloat16"}
-    problem = Problem(Pattern.GEMM_RS, R * M // 2, 8192, R * K, dtype, R, **given)
+    problem = Problem(Pattern.GEMM_RS, R * M // 2, 8192, R * K, "bfloat16", R)
+    if kind != "bfloat16":
+        types = {"out_dtype": "bfloat16", "split_accumulator": kind == "split"}
+        problem = replace(problem, dtype="float8_e4m3fn", **types)
     plans = [hopper.default_plan(problem), *hopper.candidates(problem)]
     tried = ((plan.transport, cdiv(problem.M_shard, plan.comm_rows)) for plan in plans)
     assert [*dict.fromkeys(tried)] == pushes
+
+
+def test_long_sums_with_a_split_accumulator_have_square_groups_of_tiles():
+    def group(K: int, split: bool = True, R: int = 2) -> int:
+        types = {"out_dtype": "bfloat16", "split_accumulator": split}
+        problem = Problem(Pattern.AG_GEMM, 4096, 8192, K, "float8_e4m3fn", R, **types)
+        return hopper.default_plan(problem).tile.group_m
+
+    assert (group(8192), group(8176), group(8192, False), group(8192, R=4)) == (12, 16, 16, 16)

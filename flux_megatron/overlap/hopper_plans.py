@@ -28,14 +28,19 @@ BY_SM_BYTES = 8 << 20  # that a rank sends to each peer; more goes by copy engin
 FP8_BY_SM_BYTES = 4 << 20
 # In how many communication tiles copy engines push a shard of more than so many bytes. Where K is
 # short the link ends behind the GEMM, and what is multiplied behind the last arrival is one of
-# these. Of 16 bits over two ranks four in place of two take .81 to .95 of the time in eight of 25
-# races, all with K up to 2,048, and .98 to 1.01 in the others; eight of more than 64 MiB .95 to
-# 1.00 of four. Below 16 MiB four take 1.04 to 1.08 of two (alone and beside others, 2 x H200,
-# 2026-11-28, h200x2/pushes.jsonl). Elsewhere there are two at most until that is measured.
+# these. Over two ranks four in place of two take .81 to .95 of the time in 13 of 45 races, all with
+# K up to 2,048 or 4,096 of FP8, and .98 to 1.01 in the others; eight of more than 64 MiB .95 to
+# 1.00 of four. Below 16 MiB four take 1.04 to 1.14 of two. With a split accumulator two of 8 MiB
+# take .91 of one (alone and beside others, 2 x H200, 2026-11-28, h200x2/pushes.jsonl). Over more
+# ranks there are two at most until that is measured.
 PUSHES = ((64 << 20, COMM_TILES_MAX), ((16 << 20) - 1, 4), (BY_SM_BYTES, 2))
 # Up to this K the SMs may push faster, whatever the bytes: 97 us, not 110, at 1536 x 8192 x 2048,
 # 159, not 171, at 8192 x 4096 x 1024 (2 of 4 x H200, 2026-11-27, h200x2/trees.jsonl).
 LATE_LINK_K = 2048
+# Groups of 12 rows of NARROW tiles are as high as a wave is wide, and read least. With a split
+# accumulator they take .95 to .99 of the time of groups of 16 where K is 12288 or more (nine
+# shapes), .99 and 1.00 at 8192, 1.00 and 1.01 below (two each; the same rows and card).
+SQUARE_GROUP, SQUARE_K = 12, 8192
 FEW_ROWS = 1024  # of all ranks: with more no GEMM was fastest with tiles of 64 rows
 # Eight took 1 us less to 2 more where K is 12288, and 19 more at 128 x 5120 x 8192: copies of 128
 # KB and their signals take longer than they hide (2 x H100, 2026-11-25, h100x2/k_parts.jsonl).
@@ -51,9 +56,11 @@ def default_plan(problem: Problem) -> Plan:
         return Plan("hopper", tile=_tile_of(problem, LOW[0] if low else wide))
     size_bytes = problem.M_shard * problem.N_local * 2
     by_sm = size_bytes <= (FP8_BY_SM_BYTES if problem.scaled else BY_SM_BYTES)
-    most = 2 if problem.scaled or problem.world_size > 2 else COMM_TILES_MAX
+    fewest, most = (2 if problem.split_accumulator else 1), COMM_TILES_MAX
+    if problem.world_size > 2:
+        fewest, most = 1, 2
     # the SMs signal for nothing, a copy engine takes 10 us to begin each
-    comm_tiles = COMM_TILES_MAX if by_sm else min(_copies(size_bytes), most)
+    comm_tiles = COMM_TILES_MAX if by_sm else min(max(_copies(size_bytes), fewest), most)
     return Plan(
         "hopper",
         comm_rows=cdiv(problem.M_shard, comm_tiles),
@@ -75,6 +82,9 @@ def _tile_of(problem: Problem, tile: Tile) -> Tile:
     wide_sums = problem.spec.scatters and problem.out_dtype == "float32"
     if tile.block_m == TILE.block_m and (problem.split_accumulator or wide_sums):
         tile = replace(NARROW, num_stages=5) if wide_sums else NARROW
+    long = problem.split_accumulator and problem.K_local >= SQUARE_K
+    if long and problem.world_size == 2 and tile.block_m == tile.block_n:
+        tile = replace(tile, group_m=SQUARE_GROUP)
     return replace(tile, block_k=2 * tile.block_k)
 
 
