@@ -34,8 +34,10 @@ FP8_BY_SM_BYTES = 4 << 20
 # take .91 of one (alone and beside others, 2 x H200, 2026-11-28, h200x2/pushes.jsonl). Over more
 # ranks there are two at most until that is measured.
 PUSHES = ((64 << 20, COMM_TILES_MAX), ((16 << 20) - 1, 4), (BY_SM_BYTES, 2))
-# Up to this K the SMs may push faster, whatever the bytes: 97 us, not 110, at 1536 x 8192 x 2048,
-# 159, not 171, at 8192 x 4096 x 1024 (2 of 4 x H200, 2026-11-27, h200x2/trees.jsonl).
+# The SMs push more than BY_SM_BYTES where K is short, bytes times K up to this: they take .87 to .99
+# of the copy engines' time in four shapes, .73 beside others (one, over four ranks), else 1.00 to
+# 1.12 (16; 2 and 4 x H200, 2026-11-28, pushes.jsonl). Up to LATE_LINK_K they are tried anyway.
+BY_SM_BYTES_K = 1 << 35
 LATE_LINK_K = 2048
 # Groups of 12 rows of NARROW tiles are as high as a wave is wide, and read least. With a split
 # accumulator they take .95 to .99 of the time of groups of 16 where K is 12288 or more (nine
@@ -56,6 +58,7 @@ def default_plan(problem: Problem) -> Plan:
         return Plan("hopper", tile=_tile_of(problem, LOW[0] if low else wide))
     size_bytes = problem.M_shard * problem.N_local * 2
     by_sm = size_bytes <= (FP8_BY_SM_BYTES if problem.scaled else BY_SM_BYTES)
+    by_sm |= not problem.scaled and size_bytes * problem.K_local <= BY_SM_BYTES_K
     fewest, most = (2 if problem.split_accumulator else 1), COMM_TILES_MAX
     if problem.world_size > 2:
         fewest, most = 1, 2
@@ -145,8 +148,8 @@ def _other_pushes(problem: Problem) -> list[tuple[str, int]]:
     # 2048 x 5120 x 12800, of 10 MiB, takes 386 us by SMs, 403 by copy engines; 2304 x 5120 x 13824,
     # of 11, 484 and 475 (2 of 4 x H200, 2026-11-27, h200x2/trees.jsonl)
     size_bytes = problem.M_shard * problem.N_local * 2
-    late = problem.world_size == 2 and problem.K_local <= LATE_LINK_K
-    by_sm = [("sm", COMM_TILES_MAX)] if late or size_bytes <= 2 * BY_SM_BYTES else []
+    close = size_bytes <= 2 * BY_SM_BYTES or problem.K_local <= LATE_LINK_K
+    by_sm = [("sm", COMM_TILES_MAX)] if close else []
     return [*by_sm, ("copy_engine", max(2, _copies(size_bytes)))]
 
 
