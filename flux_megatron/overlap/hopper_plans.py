@@ -34,9 +34,9 @@ FP8_BY_SM_BYTES = 4 << 20
 # take .91 of one (alone and beside others, 2 x H200, 2026-11-28, h200x2/pushes.jsonl). Over more
 # ranks there are two at most until that is measured.
 PUSHES = ((64 << 20, COMM_TILES_MAX), ((16 << 20) - 1, 4), (BY_SM_BYTES, 2))
-# The SMs push more than BY_SM_BYTES where K is short, bytes times K up to this: .87 to .99 of the copy
-# engines' time in four shapes, .73 beside others (one, over four ranks), else 1.00 to 1.12 (16; 2 and
-# 4 x H200, 2026-11-28, pushes.jsonl). Up to LATE_LINK_K they are tried anyway.
+# The SMs push more than BY_SM_BYTES where K is short, bytes times K up to this: .87 to .99 of the
+# copy engines' time in four shapes, .73 beside others (one, over four ranks), else 1.00 to 1.12
+# (16; 2 and 4 x H200, 2026-11-28, pushes.jsonl). Up to LATE_LINK_K they are tried anyway.
 BY_SM_BYTES_K = 1 << 35
 LATE_LINK_K = 2048
 # Groups of 12 rows of NARROW tiles are as high as a wave is wide, and read least. With a split
