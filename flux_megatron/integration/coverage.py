@@ -23,9 +23,12 @@ from torch.nn import Module
 
 from flux_megatron import errors, settings
 from flux_megatron.integration import requirements
-from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
+from flux_megatron.integration.layers import (
+    FluxColumnParallelLinear,
+    FluxRowParallelLinear,
+    layer_of,
+)
 from flux_megatron.integration.replaced import around
-from flux_megatron.integration.selection import layer_of
 from flux_megatron.overlap.report import Layers, note_layers
 
 NOT_CHOSEN = "it is none of the chosen layers"

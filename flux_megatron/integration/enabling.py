@@ -1,9 +1,4 @@
-"""`flux_megatron.enable()`: models that anybody builds after it have our layers.
-
-No specification is changed, because frameworks bring their own and hold finished ones. Instead the
-constructors of megatron-core's classes are: an object of exactly such a class becomes one of ours
-before it is initialised. Whoever names the class gets it, wherever the name was kept.
-"""
+"""`flux_megatron.enable()`: models that anybody builds after it have our layers."""
 
 from __future__ import annotations
 
@@ -13,27 +8,14 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from megatron.core.models.common.language_module import language_module
-from megatron.core.transformer import torch_norm
 from megatron.core.transformer.module import MegatronModule
 from torch.nn import Module
 
 from flux_megatron import settings
-from flux_megatron.integration import (
-    adapters,
-    autoload,
-    coverage,
-    fp8,
-    install,
-    replacing,
-    stand_ins,
-)
+from flux_megatron.integration import adapters, building, coverage, install, replacing, stand_ins
 from flux_megatron.integration.flags import LAYERS, FluxOptions, names_given
-from flux_megatron.integration.layers import FluxColumnParallelLinear, is_head
-from flux_megatron.integration.norm import NORMS, FluxNorm
+from flux_megatron.integration.layers import FluxColumnParallelLinear
 from flux_megatron.integration.replaced import around
-from flux_megatron.integration.selection import layer_of
-
-_undo = contextlib.ExitStack()
 
 
 def enable(
@@ -71,15 +53,11 @@ def enable(
         allow=names_given("allow", allow),
     )
     stand_ins.check_megatron(options.allow)
-    autoload.disarm()
-    _undo.close()
-    with contextlib.ExitStack() as undo:
+    with building.until_stopped() as undo:
         _apply(options, undo)
-        for stock, ours in stand_ins.by_class().items():
-            _become(undo, stock, ours, options.layers)
-        _build_norms(undo)
+        undo.enter_context(building.linears(options.layers))
+        undo.enter_context(building.norms())
         _say(undo, options.layers)
-        _undo.push(undo.pop_all())
     install.log_at_exit()
 
 
@@ -88,8 +66,7 @@ def disable() -> None:
     layers that were replaced are what they were. Models built under `enable` keep our layers, as do
     copies of replaced ones.
     """
-    autoload.disarm()
-    _undo.close()
+    building.stop()
     replacing.undo()
 
 
@@ -107,41 +84,6 @@ def _apply(options: FluxOptions, undo: contextlib.ExitStack) -> None:
     )
     FluxColumnParallelLinear.save_gathered = bool(options.save_gathered)
     settings.reload()
-
-
-def _become(
-    undo: contextlib.ExitStack, stock: type, ours: type, layers: tuple[str, ...] | None
-) -> None:
-    @around(stock, "__init__", undo)
-    def becoming(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-        name = _built(kwargs)
-        chosen = not layers or name in layers
-        if type(self) is not stock or not chosen or kwargs.get("is_expert"):
-            original(self, *args, **kwargs)
-            return
-        autoload.made += 1
-        if fp8.keeps(stock, kwargs["config"]):
-            fp8.check(kwargs["config"])
-            original(self, *args, **kwargs)
-            vars(self).update(fp8.asking(self, name))
-        else:
-            self.__class__ = ours
-            if name == "head":  # it has 16 bits beside layers of FP8
-                vars(self)["beside"] = fp8.FIELDS
-            ours.__init__(self, *args, **kwargs)  # type: ignore[misc]
-
-
-def _built(kwargs: dict[str, Any]) -> str | None:
-    """Which layer a constructor is called for."""
-    return "head" if is_head(kwargs) else layer_of(kwargs.get("tp_comm_buffer_name"))
-
-
-def _build_norms(undo: contextlib.ExitStack) -> None:
-    @around(torch_norm.WrappedTorchNorm, "__new__", undo)
-    def built(original: Any, cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-        if config.normalization in NORMS:
-            return FluxNorm(config, *args, **kwargs)
-        return original(cls, config, *args, **kwargs)
 
 
 def _say(undo: contextlib.ExitStack, layers: tuple[str, ...] | None) -> None:

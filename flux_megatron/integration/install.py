@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import os
 from collections.abc import Mapping
@@ -11,16 +10,15 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine
-from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import transformer_block
 
 from flux_megatron import settings
 from flux_megatron.integration import (
     autoload,
     beside,
+    building,
     checkpoint_arguments,
     experts,
-    explicit_specs,
     metrics,
     requirements,
 )
@@ -29,23 +27,14 @@ from flux_megatron.integration.apex_shim import provide_wgrad_kernels
 from flux_megatron.integration.arguments import Argument
 from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.flags import FluxOptions, options_from
-from flux_megatron.integration.layers import FluxColumnParallelLinear
+from flux_megatron.integration.layers import FluxColumnParallelLinear, layer_of
 from flux_megatron.integration.norm import FluxNorm
-from flux_megatron.integration.provider import (
-    FluxSpecProvider,
-    FluxTEProvider,
-    StockSpecProvider,
-    te_can_run,
-)
+from flux_megatron.integration.provider import StockSpecProvider, te_can_run
 from flux_megatron.integration.replaced import around, put, put_everywhere
-from flux_megatron.integration.selection import layer_of, provider_of, replacements_by
-from flux_megatron.integration.specs import use_flux_output_layer
 from flux_megatron.overlap.report import report
 from flux_megatron.versions.library import warn_of_untested
 from flux_megatron.versions.megatron_core import MEGATRON_CORE
 from flux_megatron.versions.transformer_engine import TRANSFORMER_ENGINE
-
-_output_layer = contextlib.ExitStack()  # keeps the class of the LM head replaced
 
 
 def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None:
@@ -69,7 +58,7 @@ def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None
     fp8 = getattr(args, "fp8", None) is not None
     if fp8 and not requirements.overlaps_nothing(args):
         _ask_te_to_overlap(args)
-    install(options, of_te, (getattr(args, "spec", None) or [None])[0], fp8)
+    install(options, of_te, fp8)
     # else all masks of causal layers are causal, and torch's flash attention need not read them
     FluxCoreAttention.reads_causal_masks = bool(getattr(args, "reset_attention_mask", False))
     built = _what_is_built(args.transformer_impl, of_te, options.layers, fp8)
@@ -88,38 +77,33 @@ def _ask_te_to_overlap(args: Any) -> None:
     args.tp_comm_bulk_dgrad = args.tp_comm_bulk_wgrad = False
 
 
-def install(
-    options: FluxOptions, of_te: bool = False, spec: str | None = None, fp8: bool = False
-) -> None:
+def install(options: FluxOptions, of_te: bool = False, fp8: bool = False) -> None:
     """Apply the options: settings, and our linears in the chosen layers of models built after this.
 
-    `of_te`: in Transformer Engine's specification, which then has to be usable; else in Megatron's
-    local one. `spec` is the module that `--spec` names. `fp8`: Transformer Engine's linears stay,
-    and overlap by our operations.
+    `of_te`: Megatron builds Transformer Engine's specification, which has to be usable, else its
+    local one, with norms and attention of ours. `fp8`: Transformer Engine's linears stay, and
+    overlap by our operations.
     """
-    autoload.disarm()
     warn_of_untested(MEGATRON_CORE, *([TRANSFORMER_ENGINE] if of_te else []))
-    os.environ.update(options.environment())
-    settings.reload()
-    FluxColumnParallelLinear.save_gathered = bool(options.save_gathered)
-    # the LM head has 16 bits beside layers of FP8
-    FluxColumnParallelLinear.beside = (*fp8_layers.FIELDS, "tp_comm_overlap") if fp8 else ()
-    base: type = FluxTEProvider if of_te else FluxSpecProvider
-    provider = provider_of(options.layers, base) if options.layers else base
-    if options.experts:
-        experts.use()
-    if fp8:
-        _overlap_te_layers(options.layers)
-    elif of_te:
-        build_te_layers_from(provider)
-    else:
-        build_from(provider)
-    if not fp8:
-        explicit_specs.use(replacements_by(provider, base), None if of_te else FluxNorm, spec)
-    metrics.install(options.compare, options.layers)
-    _output_layer.close()
-    if not options.layers or "head" in options.layers:
-        _output_layer.enter_context(use_flux_output_layer())
+    with building.until_stopped() as undo:
+        os.environ.update(options.environment())
+        settings.reload()
+        FluxColumnParallelLinear.save_gathered = bool(options.save_gathered)
+        if options.experts:
+            experts.use()
+        if of_te:
+            provide_wgrad_kernels()
+        else:
+            build_from(StockSpecProvider)
+            undo.enter_context(building.norms())
+        if not fp8:
+            undo.enter_context(building.linears(options.layers, experts=not of_te))
+        elif not options.layers or "head" in options.layers:
+            fields = (*fp8_layers.FIELDS, "tp_comm_overlap")  # of the layers beside it
+            undo.enter_context(building.linears(["head"], beside=fields))
+        if fp8:
+            _overlap_te_layers(options.layers)
+        metrics.install(options.compare, options.layers)
     log_at_exit()
 
 
@@ -128,7 +112,6 @@ def _overlap_te_layers(layers: tuple[str, ...] | None) -> None:
 
     te_overlap.use(parallel_state.get_tensor_model_parallel_group, layers)
     _name_layers_as_userbuffers_do()
-    provide_wgrad_kernels()
 
 
 def _name_layers_as_userbuffers_do() -> None:
@@ -146,23 +129,13 @@ def _name_layers_as_userbuffers_do() -> None:
         init(self, *args, parallel_mode=parallel_mode, **kwargs)
 
 
-def build_te_layers_from(provider: type[FluxTEProvider]) -> None:
-    """Make Megatron's specifications of Transformer Engine's layers of this provider's classes.
-
-    Its functions make a provider by the name in their own module, which each version has in other
-    modules; whoever imports that name later finds it where it comes from.
-    """
-    put_everywhere("TESpecProvider", provider)
-    provide_wgrad_kernels()
-
-
 def build_from(provider: type[StockSpecProvider]) -> None:
     """Make Megatron's local specifications of this provider's classes, final norms too.
 
     Linear layers that stay stock can then fuse their weight gradients without apex.
     """
     put_everywhere("LocalSpecProvider", provider)
-    put(gpt_layer_specs, "LNImpl", provider().layer_norm())
+    put_everywhere("LNImpl", FluxNorm)
     # the final norm where all layers are alike: in Megatron it does not depend on their kind
     final = transformer_engine.TENorm if te_can_run() else FluxNorm
     put(transformer_block, "LayerNormImpl", final)

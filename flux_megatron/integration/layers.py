@@ -180,6 +180,12 @@ def is_head(kwargs: Mapping[str, Any]) -> bool:
     return "skip_weight_param_allocation" in kwargs and not kwargs.get("tp_comm_buffer_name")
 
 
+def layer_of(tp_comm_buffer_name: str | None) -> str | None:
+    """qkv for Megatron's qkv, q_up_proj, kv_down_proj and so on; other names are themselves."""
+    name = tp_comm_buffer_name
+    return "qkv" if name is not None and name.startswith(("q", "kv")) else name
+
+
 def _for_megatron(options: dict[str, Any]) -> dict[str, Any]:
     """Without apex megatron-core can only return a gradient, which hooks then add to main_grad."""
     fusion = options["gradient_accumulation_fusion"] and stock._grad_accum_fusion_available

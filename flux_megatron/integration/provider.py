@@ -1,8 +1,7 @@
 """What megatron-core's layer specifications are built from: its `BackendSpecProvider` seam.
 
-One provider for each specification that a user can ask for. Both change the linear layers; the
-local one also has what Megatron's local layers lack, norms for sequence parallelism and attention
-without stored scores.
+It has what Megatron's local layers lack: norms for sequence parallelism and attention without
+stored scores.
 """
 
 from __future__ import annotations
@@ -21,22 +20,6 @@ from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.norm import FluxNorm
 
 
-class FluxTEProvider(TESpecProvider):
-    """Transformer Engine's layers with linears of this package; all else is its own.
-
-    Experts too: they leave communication to their token dispatcher.
-    """
-
-    def column_parallel_linear(self) -> type:
-        return stand_ins.TEColumnParallelLinear
-
-    def row_parallel_linear(self) -> type:
-        return stand_ins.TERowParallelLinear
-
-    def column_parallel_layer_norm_linear(self) -> type:
-        return stand_ins.TELayerNormColumnParallelLinear
-
-
 class StockSpecProvider(LocalSpecProvider):
     """megatron-core's own linears, with a norm that allows sequence parallelism."""
 
@@ -49,12 +32,18 @@ class StockSpecProvider(LocalSpecProvider):
         """
         return transformer_engine.TEDotProductAttention if te_can_run() else FluxCoreAttention
 
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *args: Any, **kwargs: Any) -> Any:
+        """Experts as one grouped GEMM are Transformer Engine's where it can run, as without us:
+        they leave communication to their token dispatcher.
+        """
+        if moe_use_grouped_gemm and te_can_run():
+            return TESpecProvider().grouped_mlp_modules(moe_use_grouped_gemm, *args, **kwargs)
+        return super().grouped_mlp_modules(moe_use_grouped_gemm, *args, **kwargs)
+
 
 class FluxSpecProvider(StockSpecProvider):
-    """This package's linears; in experts too, where they gain wgrad fusion without apex.
-
-    Experts as one grouped GEMM are Transformer Engine's where it can run, as without us: they leave
-    communication to their token dispatcher.
+    """This package's linears, for code that names a provider; in experts too, where they gain wgrad
+    fusion without apex.
     """
 
     def column_parallel_linear(self) -> type:
@@ -64,9 +53,9 @@ class FluxSpecProvider(StockSpecProvider):
         return stand_ins.RowParallelLinear
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *args: Any, **kwargs: Any) -> Any:
-        if moe_use_grouped_gemm and te_can_run():
-            return TESpecProvider().grouped_mlp_modules(moe_use_grouped_gemm, *args, **kwargs)
         experts = super().grouped_mlp_modules(moe_use_grouped_gemm, *args, **kwargs)
+        if moe_use_grouped_gemm and te_can_run():
+            return experts
         if isinstance(experts, functools.partial):  # newer than 0.16
             submodules = _ours(experts.keywords["submodules"])
             return functools.partial(experts.func, **{**experts.keywords, "submodules": submodules})

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import functools
 import sys
 from collections.abc import Callable
@@ -44,11 +43,10 @@ def row(name: str) -> Row:
 def put_everywhere(name: str, value: Any, undo: contextlib.ExitStack | None = None) -> None:
     """In the places of the name's first row that are loaded, where modules have such a name."""
     for place in row(name).where:
-        pattern, _, kind = place.partition(":")
-        for loaded in fnmatch.filter(list(sys.modules), pattern):
-            module = sys.modules[loaded]
-            if kind or name in getattr(module, "__dict__", ()):
-                put(getattr(module, kind) if kind else module, name, value, undo)
+        path, _, kind = place.partition(":")
+        module = sys.modules.get(path)
+        if module and (kind or name in vars(module)):
+            put(getattr(module, kind) if kind else module, name, value, undo)
 
 
 def put(owner: Any, name: str, value: Any, undo: contextlib.ExitStack | None = None) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from megatron.core.extensions import transformer_engine
 
 from flux_megatron import settings
-from flux_megatron.integration import arguments, experts, explicit_specs, seams
+from flux_megatron.integration import arguments, experts, seams
 from flux_megatron.integration.arguments import Argument
 from flux_megatron.integration.provider import te_can_run
 from flux_megatron.patching import installed
@@ -27,6 +27,10 @@ OUR_SPEC = ["flux_megatron.specs", "flux_layer_spec"]
 _TE_ALONE = "only TransformerEngine's linear layers do it"
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise")  # Megatron's default is the first
 NOTHING = "tensor parallel size is 1, so no call has communication to overlap"
+_HYBRID = (
+    "megatron.core.models.mamba.mamba_layer_specs",
+    "megatron.core.models.hybrid.hybrid_layer_specs",
+)
 _MODELOPT = "ModelOpt builds models of its own layers"
 
 # Arguments that scripts add for ModelOpt and that ask for its models, with their neutral values:
@@ -127,9 +131,9 @@ def _of_values(args: Any) -> Iterator[Refusal]:
     if value("position_embedding_type") == "relative":
         yield Refusal("--position-embedding-type relative", _TE_ALONE)
     spec = value("spec")
-    if spec not in (None, OUR_SPEC) and not (of_te and spec[0] in explicit_specs.HYBRID):
+    if spec not in (None, OUR_SPEC) and not (of_te and spec[0] in _HYBRID):
         why = "it says itself which layers are built"
-        if spec[0] in explicit_specs.HYBRID:
+        if spec[0] in _HYBRID:
             why = "hybrid models need TransformerEngine's layers"
         yield Refusal("--spec " + " ".join(spec), why)
     if value("delay_wgrad_compute") and not of_te:

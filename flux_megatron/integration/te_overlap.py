@@ -26,8 +26,8 @@ from transformer_engine.pytorch.module import base, linear
 
 from flux_megatron import ops
 from flux_megatron.integration import arm, coverage, te_communicators
+from flux_megatron.integration.layers import layer_of
 from flux_megatron.integration.replaced import put, put_everywhere
-from flux_megatron.integration.selection import layer_of
 from flux_megatron.integration.te_communicators import Communicator, Communicators
 from flux_megatron.scaling import BLOCK, E4M3, E5M2, Scaling, scales_of
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 PATIENCE_S = 40.0  # for collectives, and for the other ranks after a test
 COUNTS: Counter[str] = Counter()
-_output_layer = contextlib.ExitStack()
+_ours = contextlib.ExitStack()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -171,38 +171,13 @@ def _bounded_gloo() -> None:
 
 
 def _build_ours() -> None:
-    """In Megatron's specifications, local ones and TransformerEngine's, as a launch does it; and
-    where tests and models name the layer classes.
+    """As a launch does it."""
+    from flux_megatron.integration import building, install
+    from flux_megatron.integration.provider import StockSpecProvider
 
-    Not in layers.py, whose constructors find their parent class by these names.
-    """
-    from megatron.core.extensions import transformer_engine as te
-    from megatron.core.tensor_parallel import layers
-
-    from flux_megatron.integration import install
-    from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
-    from flux_megatron.integration.norm_linear import FluxLayerNormColumnParallelLinear
-    from flux_megatron.integration.provider import FluxSpecProvider, FluxTEProvider
-    from flux_megatron.integration.specs import use_flux_output_layer
-
-    install.build_from(FluxSpecProvider)
-    install.build_te_layers_from(FluxTEProvider)
-    _output_layer.enter_context(use_flux_output_layer())
-    new = {
-        layers.ColumnParallelLinear: FluxColumnParallelLinear,
-        layers.RowParallelLinear: FluxRowParallelLinear,
-        te.TEColumnParallelLinear: FluxColumnParallelLinear,
-        te.TERowParallelLinear: FluxRowParallelLinear,
-        te.TELayerNormColumnParallelLinear: FluxLayerNormColumnParallelLinear,
-    }
-    apart = (layers, te, sys.modules.get("te_stand_ins"))
-    for module in list(sys.modules.values()):
-        package = getattr(module, "__name__", "").split(".")[0]
-        if module in apart or package not in ("megatron", "tests"):
-            continue
-        for name, value in list(vars(module).items()):
-            if isinstance(value, type) and value in new:
-                setattr(module, name, new[value])
+    install.build_from(StockSpecProvider)
+    _ours.enter_context(building.norms())
+    _ours.enter_context(building.linears(experts=True))
 
 
 def _count_ours() -> None:

@@ -35,7 +35,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from packaging.version import Version
 from torch.nn import Parameter
 
-from flux_megatron.integration import install
+from flux_megatron.integration import building, install
 from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.flags import add_flux_arguments
 from flux_megatron.lab import reference
@@ -228,9 +228,9 @@ USERS = (
 def pretend_te() -> None:
     """In this process megatron-core finds TransformerEngine, but for what only a GPU can do.
 
-    Called again, it takes back what `overlap` put in the place of Megatron's provider and LM head.
+    Called again, it takes back what `overlap` put in the place of Megatron's layers.
     """
-    install._output_layer.close()
+    building.stop()
     for module in (transformer_engine, transformer_engine_spec_provider, backends, attention,
                    multi_latent_attention, multi_token_prediction, transformer_block,
                    gpt_layer_specs, *(sys.modules[name] for name in STACKS if name in sys.modules)

@@ -18,7 +18,7 @@ import side_by_side as sbs
 import torch
 from megatron.core.extensions import transformer_engine
 from megatron.core.models import backends
-from megatron.core.models.gpt import GPTModel, gpt_layer_specs, gpt_model
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -27,15 +27,14 @@ from side_by_side import parse
 from test_replaced import changed, core
 
 from flux_megatron import settings
-from flux_megatron.integration import install, provider, requirements, stand_ins
+from flux_megatron.integration import install, provider, requirements
 from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.beside import overlapped_in
 from flux_megatron.integration.flags import FluxOptions, add_flux_arguments, options_from
-from flux_megatron.integration.layers import FluxColumnParallelLinear
+from flux_megatron.integration.layers import FluxColumnParallelLinear, layer_of
 from flux_megatron.integration.norm import FluxNorm
 from flux_megatron.integration.provider import FluxSpecProvider
 from flux_megatron.integration.requirements import OUR_SPEC, refusals
-from flux_megatron.integration.selection import layer_of
 
 
 def test_flags_become_options():
@@ -122,7 +121,17 @@ def test_nothing_is_installed_without_the_flag(rank):
     assert args.transformer_impl == "transformer_engine"
 
 
-@on_cpu_ranks(1)
+def local_spec(**options: Any) -> Any:
+    return gpt_layer_specs.get_gpt_layer_local_spec(**options)
+
+
+def built(spec: Any, **more: Any) -> GPTModel:
+    """As in a real launch: fusion is on, and there is no apex."""
+    config = sbs.settings(1, False, torch.float32, gradient_accumulation_fusion=True, **more)
+    return GPTModel(config, spec, vocab_size=8, max_sequence_length=8)
+
+
+@sbs.on_tp_ranks(1)
 def test_installing_twice_is_installing_once(rank):
     args = parse("--flux-overlap", "--flux-strategy", "sequential", "--flux-save-gathered")
     args.spec, args.cuda_graph_impl, args.context_parallel_size = OUR_SPEC, "none", 1
@@ -133,14 +142,14 @@ def test_installing_twice_is_installing_once(rank):
         args.transformer_impl = "transformer_engine"  # Megatron parses anew
         with contextlib.redirect_stdout(said):
             install.install_from(args)
-        assert gpt_model.tensor_parallel.ColumnParallelLinear is stand_ins.ColumnParallelLinear
+        assert not hasattr(ColumnParallelLinear.__init__.__wrapped__, "__wrapped__"), "once"
         assert gpt_layer_specs.LNImpl is transformer_block.LayerNormImpl is FluxNorm
         assert settings.get().strategy == "sequential"
         assert FluxColumnParallelLinear.save_gathered
     assert args.transformer_impl == "local"
     assert said.getvalue().count("--transformer-impl local, not transformer_engine") == 1
     install.install(FluxOptions(layers=("fc1",)))
-    assert gpt_model.tensor_parallel.ColumnParallelLinear is ColumnParallelLinear
+    assert sbs.ours(built(local_spec(normalization="RMSNorm"))) == {"linear_fc1"}
 
 
 @pytest.mark.parametrize("reset", [True, False])
@@ -182,10 +191,7 @@ OURS = {
 @sbs.on_tp_ranks(1)
 def test_chosen_layers_are_ours_and_the_others_stock(rank, layers):
     install.install_from(parse("--flux-overlap", *(["--flux-layers", *layers] if layers else [])))
-    # as in a real launch: fusion is on, and there is no apex
-    config = sbs.settings(1, False, torch.float32, gradient_accumulation_fusion=True)
-    spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
-    model = GPTModel(config, spec, vocab_size=8, max_sequence_length=8)
+    model = built(local_spec(normalization="RMSNorm"))
     assert "FluxNorm" in repr(gpt_layer_specs.LNImpl)
     assert type(model.decoder.final_layernorm).__module__ == FluxNorm.__module__
     assert sbs.ours(model) == set(OURS[layers].split())
@@ -231,16 +237,16 @@ def spec_module(**arguments):
     return importlib.import_module("flux_megatron.specs")
 
 
-@on_cpu_ranks(1)
+@sbs.on_tp_ranks(1)
 def test_spec_is_made_of_ours_as_the_arguments_say(rank):
-    parts = spec_module().flux_layer_spec.submodules
-    attention = parts.self_attention.submodules
-    assert attention.linear_qkv is stand_ins.ColumnParallelLinear
-    assert attention.q_layernorm is parts.input_layernorm is FluxNorm
-    assert gpt_model.tensor_parallel.ColumnParallelLinear is stand_ins.ColumnParallelLinear
-    mlp = spec_module(num_experts=2).flux_layer_spec.submodules.mlp
-    linears = sbs.submodules_of(sbs.submodules_of(mlp).experts)
-    assert linears.linear_fc1 is stand_ins.ColumnParallelLinear
+    spec = spec_module().flux_layer_spec
+    parts = spec.submodules
+    assert parts.self_attention.submodules.q_layernorm is parts.input_layernorm is FluxNorm
+    assert sbs.ours(built(spec, qk_layernorm=True)) == sbs.ALL
+    spec = spec_module(num_experts=2).flux_layer_spec
+    more = {"num_moe_experts": 2, "add_bias_linear": False, "qk_layernorm": True}
+    model = built(spec, **more)
+    assert sbs.ours(model.decoder.layers[0].mlp.experts) == {"linear_fc1", "linear_fc2"}
 
 
 @pytest.mark.parametrize(

@@ -8,30 +8,26 @@ import pytest
 import side_by_side as sbs
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel, gpt_model
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from ranks import on_cpu_ranks
 
 import flux_megatron
 from flux_megatron import errors
-from flux_megatron.integration import coverage
-from flux_megatron.integration.selection import provider_of
-from flux_megatron.integration.specs import use_flux_output_layer
-from flux_megatron.lab.train.specs import PROVIDERS, gpt_block_spec
+from flux_megatron.integration import building, coverage
+from flux_megatron.lab.train.specs import gpt_block_spec
 from flux_megatron.overlap.report import Layers
 
 OTHER = "Megatron built a megatron.core.tensor_parallel.layers."
 
 
-def model(layers: str = "flux", head: bool = True, **more) -> GPTModel:
+def model(layers: tuple[str, ...] | None = None, head: bool = True, **more) -> GPTModel:
     config = sbs.settings(1, False, torch.float32, **{"num_layers": 2, **more})
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     last = parallel_state.get_pipeline_model_parallel_world_size() - 1
     parts = {"pre_process": pp_rank == 0, "post_process": pp_rank == last}
-    spec = gpt_block_spec(config, layers)
-    with use_flux_output_layer():
-        head_class = gpt_model.tensor_parallel.ColumnParallelLinear
-        assert head_class is not ColumnParallelLinear
+    spec = gpt_block_spec(config)
+    with building.linears(layers):
         built = GPTModel(config, spec, vocab_size=8, max_sequence_length=8, **parts)
     if not head and parts["post_process"]:
         stock = ColumnParallelLinear(
@@ -81,7 +77,7 @@ def test_layers_of_one_kind_are_reported_once_with_their_number(rank):
         ("decoder.layers.*.mlp.linear_fc1", OTHER + COLUMN): 2,
         ("decoder.layers.*.mlp.linear_fc2", f"{OTHER}RowParallelLinear"): 2,
     }
-    assert counted(model("stock")) == Layers(1, 9, others)
+    assert counted(model(("head",))) == Layers(1, 9, others)
 
 
 @sbs.on_tp_ranks(1, environment={"FLUX_MEGATRON_STRICT": "1"})
@@ -89,13 +85,13 @@ def test_strict_refuses_what_is_not_ours_unless_it_was_not_chosen(rank):
     counted(model())
     with pytest.raises(errors.FallbackRefused, match=r"8 of 9 .* are ours; not output_layer \(1\)"):
         counted(model(head=False))
-    PROVIDERS["chosen"] = provider_of(("qkv", "fc2"), PROVIDERS["flux"])
-    chosen = coverage.layers_of([model("chosen", head=False)], ("qkv", "fc2"))
+    some = model(("qkv", "fc2"))
+    chosen = coverage.layers_of([some], ("qkv", "fc2"))
     assert (chosen.ours, chosen.total) == (4, 9)
     assert {why for _, why in chosen.others} == {coverage.NOT_CHOSEN}
     coverage.refuse(chosen)
     with pytest.raises(errors.FallbackRefused, match="output_layer"):
-        coverage.refuse(coverage.layers_of([model("chosen", head=False)], ("qkv", "fc2", "head")))
+        coverage.refuse(coverage.layers_of([some], ("qkv", "fc2", "head")))
 
 
 class Foreign(torch.nn.Module):

@@ -57,7 +57,7 @@ EXPERTS = {
 def build(sequence: int, **more) -> GPTModel:
     sbs.seed()
     config = sbs.settings(1, False, torch.float32, **EXPERTS, **more)
-    spec = gpt_block_spec(config, "stock")
+    spec = gpt_block_spec(config)
     return GPTModel(config, spec, VOCAB, sequence, position_embedding_type="rope")
 
 

@@ -17,25 +17,19 @@ import torch.nn.functional as F
 from megatron.core.models.bert import bert_layer_specs
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.mamba import mamba_layer_specs, mamba_model
-from megatron.core.models.T5 import t5_model, t5_spec
+from megatron.core.models.T5 import t5_spec
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.ssm import mamba_context_parallel, mamba_mixer
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import transformer_block
 from ranks import run_ranks
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron.integration import coverage, explicit_specs, install
-from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
+from flux_megatron.integration import building, coverage, install
 from flux_megatron.integration.norm import FluxNorm
-from flux_megatron.integration.specs import use_flux_output_layer
 
 T5_ASKS_FOR_TE = "T5's local specification has a norm of TransformerEngine"
 VOCAB, SEQUENCE, BATCH = 64, 8, 2
-OF_OURS, SELECTED = (f"flux_megatron.integration.{name}" for name in ("stand_ins", "selection"))
-STOCK = "megatron.core.tensor_parallel.layers"
-OURS = {ColumnParallelLinear: FluxColumnParallelLinear, RowParallelLinear: FluxRowParallelLinear}
 SHAPE = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64}
 
 
@@ -84,14 +78,22 @@ def test_a_model_follows_stock_and_its_layers_are_ours(name):
         assert report.overlapped == report.total > 2 * layers.total - 2
 
 
+def launched(name: str, *flags: str) -> Any:
+    install.install_from(sbs.parse("--flux-overlap", "--transformer-impl", "local", *flags))
+    return built(name)
+
+
+def built(name: str) -> Any:
+    tp = dist.get_world_size()
+    return MODELS[name][0](sbs.settings(tp, tp > 1, torch.float32, **SHAPE))
+
+
 def _loss_and_gradient(rank: int, name: str, ours: bool) -> tuple[Any, ...]:
     """The norm of the gradient of the words' embeddings, which all of the model has part in."""
-    tp = dist.get_world_size()
-    sbs.start(tp)
+    sbs.start(dist.get_world_size())
     sbs.seed()
-    explicit_specs.use(OURS if ours else {}, FluxNorm)
-    with use_flux_output_layer() if ours else contextlib.nullcontext():
-        model = MODELS[name][0](sbs.settings(tp, tp > 1, torch.float32, **SHAPE))
+    with contextlib.nullcontext() if ours else building.norms():
+        model = launched(name) if ours else built(name)
     result = model(*inputs(model))
     loss = (result[0] if isinstance(result, tuple) else result).mean()
     loss.backward()
@@ -194,23 +196,13 @@ def test_a_hybrid_model_follows_stock(rank, flags):
     assert report.overlapped == report.total == 2 * layers.ours
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ((), [OF_OURS] * 3),
-        (("--flux-layers", "fc1"), [SELECTED, STOCK, STOCK]),
-    ],
-)
-def test_a_launch_puts_ours_there(flags, expected):
-    sbs.skip_before("0.16", T5_ASKS_FOR_TE)
-    assert run_ranks(_launched, 1, flags) == [expected]
+@pytest.mark.parametrize("name", MODELS)
+def test_chosen_layers_are_ours(name):
+    if name == "T5":
+        sbs.skip_before("0.16", T5_ASKS_FOR_TE)
+    run_ranks(_chosen, 2, name)
 
 
-def _launched(rank: int, flags: tuple[str, ...]) -> list[str]:
-    """What T5's local specification then names, and for its LM head, by module."""
-    importlib.reload(t5_spec)  # as it was before another test
-    install.install_from(sbs.parse("--flux-overlap", "--transformer-impl", "local", *flags))
-    (layer, *_) = t5_spec.get_t5_encoder_with_local_block_spec(1).layer_specs
-    attention = layer.submodules.self_attention.submodules
-    head = t5_model.tensor_parallel.ColumnParallelLinear
-    return [each.__module__ for each in (attention.linear_qkv, attention.linear_proj, head)]
+def _chosen(rank: int, name: str) -> None:
+    sbs.start(2)
+    assert sbs.ours(launched(name, "--flux-layers", "fc1")) == {"linear_fc1"}

@@ -20,7 +20,7 @@ from training_cases import LLAMA, two_streams
 from training_run import SEQUENCE, Feature, Training, _batches, _forward_step
 
 import flux_megatron
-from flux_megatron.integration.provider import FluxSpecProvider, FluxTEProvider
+from flux_megatron.integration import stand_ins
 from flux_megatron.lab import cpu
 
 ADAPTER = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
@@ -42,24 +42,24 @@ class GoesByNames:
         return by_name.get(kind) or ("replicated" if "Norm" in kind else None)
 
 
+COLUMN = {"weight": "column", "bias": "column"}
+ROW = {"weight": "row", "bias": "replicated"}
 VIEWS = {
-    "column_parallel_linear": {"weight": "column", "bias": "column"},
-    "row_parallel_linear": {"weight": "row", "bias": "replicated"},
-    "column_parallel_layer_norm_linear": {
+    stand_ins.ColumnParallelLinear: COLUMN,
+    stand_ins.TEColumnParallelLinear: COLUMN,
+    stand_ins.RowParallelLinear: ROW,
+    stand_ins.TERowParallelLinear: ROW,
+    stand_ins.TELayerNormColumnParallelLinear: {
         "layer_norm_weight": "replicated", "layer_norm_bias": "replicated",
         "weight": "column", "bias": "column",
     },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("provider", [FluxSpecProvider, FluxTEProvider])
-@pytest.mark.parametrize("method", VIEWS)
+@pytest.mark.parametrize("kind", VIEWS)
 @sbs.on_tp_ranks(2)
-def test_parameters_are_those_of_the_replaced_class(rank, method, provider):
-    kind = getattr(provider, method)(provider())
-    if kind is None:
-        return  # local layers have no norm inside
-    more = {"input_is_parallel": True} if "row" in method else {"gather_output": False}
+def test_parameters_are_those_of_the_replaced_class(rank, kind):
+    more = {"input_is_parallel": True} if VIEWS[kind] is ROW else {"gather_output": False}
     layer = kind(
         8, 8, config=sbs.settings(2, True, torch.float32), bias=True, skip_bias_add=False,
         init_method=torch.nn.init.xavier_normal_, is_expert=False, **more,
@@ -69,7 +69,7 @@ def test_parameters_are_those_of_the_replaced_class(rank, method, provider):
     for adapter in [GoesByNames, *(one for one in adapters if DETECT in vars(one))]:
         detect = vars(adapter)[DETECT]
         names = [name for name, _ in layer.named_parameters()]
-        assert {name: detect(adapter, name, layer) for name in names} == VIEWS[method]
+        assert {name: detect(adapter, name, layer) for name in names} == VIEWS[kind]
 
 
 @contextlib.contextmanager

@@ -16,14 +16,12 @@ from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.spec_utils import ModuleSpec
 from ranks import FUSED, on_cpu_ranks
 from test_te_specification import parameters, sharded
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron.integration import coverage, explicit_specs
-from flux_megatron.integration.layers import FluxColumnParallelLinear
+from flux_megatron.integration import coverage
 
 nets = pytest.importorskip(
     "megatron.core.ssm.gated_delta_net", reason="megatron-core has them from 0.16 on"
@@ -152,13 +150,6 @@ def test_its_delayed_gradients_are_stock_s(rank):
         layer.mlp.backward_dw()
     now = [parameter.grad for parameter in model.parameters()]
     torch.testing.assert_close(now, expected[1:], atol=1e-6, rtol=1e-5)
-
-
-def test_hybrid_specifications_name_our_layers():
-    net = nets.GatedDeltaNetSubmodules(in_proj=int, out_norm=int, out_proj=int)
-    spec = ModuleSpec(module=nets.GatedDeltaNet, submodules=net)
-    explicit_specs.substitute([spec], {int: FluxColumnParallelLinear}, explicit_specs.MIXED)
-    assert (net.in_proj, net.out_proj) == (FluxColumnParallelLinear,) * 2
 
 
 class Net(torch.nn.Module):

@@ -1,16 +1,13 @@
-"""Specifications: what a GPT is built from on which stage, and that nothing else is touched."""
+"""Specifications: what a GPT is built from on which stage."""
 
 from __future__ import annotations
-
-import contextlib
 
 import pytest
 import side_by_side as sbs
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt import gpt_layer_specs, gpt_model
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.torch_norm import L2Norm
 from ranks import on_cpu_ranks
 
@@ -18,35 +15,24 @@ from flux_megatron.integration import stand_ins
 from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.norm import FluxNorm
 from flux_megatron.integration.provider import FluxSpecProvider, StockSpecProvider
-from flux_megatron.integration.specs import use_flux_output_layer
-from flux_megatron.lab.train.specs import gpt_block_spec, local_spec_from
-
-CLASSES = {
-    "flux": (stand_ins.ColumnParallelLinear, stand_ins.RowParallelLinear),
-    "stock": (ColumnParallelLinear, RowParallelLinear),
-}
+from flux_megatron.lab.train.specs import gpt_block_spec, local_spec
 
 
 def config(**more):
     return sbs.settings(1, False, torch.float32, **{"num_layers": 4, "ffn_hidden_size": 32, **more})
 
 
-def layer_spec(layers="flux", **options):
-    """Megatron's own of one layer."""
-    with local_spec_from(layers):
-        return gpt_layer_specs.get_gpt_layer_local_spec(**options)
-
-
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("layers", ["flux", "stock"])
-def test_layers_and_norms(layers, normalization):
-    column, row = CLASSES[layers]
-    parts = layer_spec(layers, normalization=normalization, qk_layernorm=True).submodules
-    attention, mlp = sbs.submodules_of(parts.self_attention), sbs.submodules_of(parts.mlp)
-    assert (attention.linear_qkv, attention.linear_proj) == (column, row)
-    assert (mlp.linear_fc1, mlp.linear_fc2) == (column, row)
+def test_norms(normalization):
+    with local_spec():
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(
+            normalization=normalization, qk_layernorm=True
+        )
+    parts = spec.submodules
+    attention = sbs.submodules_of(parts.self_attention)
     norms = {parts.input_layernorm, parts.pre_mlp_layernorm, attention.q_layernorm}
     assert norms == {FluxNorm}
+    assert gpt_layer_specs.LocalSpecProvider is LocalSpecProvider
 
 
 @sbs.on_tp_ranks(1)
@@ -54,28 +40,10 @@ def test_norms_of_queries_are_those_of_the_configuration(rank):
     given = config(qk_layernorm=True)
     for wanted in (False, True):
         given.qk_l2_norm = wanted  # before 0.16 no field
-        specs = [gpt_block_spec(given, layers).layer_specs[0] for layers in CLASSES]
-        for spec in specs:
-            attention = sbs.submodules_of(spec.submodules.self_attention)
-            norms = {attention.q_layernorm, attention.k_layernorm}
-            assert norms == {L2Norm if wanted else FluxNorm}
-
-
-def test_unknown_layers_are_refused():
-    with pytest.raises(ValueError, match=r"layers is 'te', one of \['flux', 'stock'\] expected"):
-        layer_spec("te")
-
-
-def test_nothing_stays_replaced():
-    with contextlib.suppress(ZeroDivisionError), use_flux_output_layer():
-        assert gpt_model.tensor_parallel.ColumnParallelLinear is stand_ins.ColumnParallelLinear
-        assert gpt_model.tensor_parallel.layers is tensor_parallel.layers
-        assert tensor_parallel.ColumnParallelLinear is ColumnParallelLinear
-        raise ZeroDivisionError
-    layer_spec()
-    assert gpt_model.tensor_parallel is tensor_parallel
-    assert tensor_parallel.layers.ColumnParallelLinear is ColumnParallelLinear
-    assert gpt_layer_specs.LocalSpecProvider is LocalSpecProvider
+        spec = gpt_block_spec(given).layer_specs[0]
+        attention = sbs.submodules_of(spec.submodules.self_attention)
+        norms = {attention.q_layernorm, attention.k_layernorm}
+        assert norms == {L2Norm if wanted else FluxNorm}
 
 
 def test_providers_answer_megatron_s_questions():
@@ -84,6 +52,8 @@ def test_providers_answer_megatron_s_questions():
     assert not flux.fuse_layernorm_and_linear()
     assert flux.layer_norm(rms_norm=True, for_qk=True) is stock.layer_norm() is FluxNorm
     assert flux.core_attention() is stock.core_attention() is FluxCoreAttention
+    classes = stand_ins.ColumnParallelLinear, stand_ins.RowParallelLinear
+    assert (flux.column_parallel_linear(), flux.row_parallel_linear()) == classes
     assert stock.column_parallel_linear() is ColumnParallelLinear
 
 

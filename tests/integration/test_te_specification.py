@@ -24,7 +24,6 @@ from ranks import on_cpu_ranks, run_ranks
 
 from flux_megatron.integration import stand_ins
 from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
-from flux_megatron.integration.provider import FluxTEProvider
 
 # Read in TransformerEngine v2.11, pytorch/module/layernorm_linear.py and linear.py: what their
 # constructors register, in this order, and how reset_parameters tags it (v1.7 to v2.18 do the
@@ -196,14 +195,6 @@ def test_layers_have_what_transformer_engine_s_source_says(rank, name):
         assert list(found) == list(READ[name])
         assert found == {name: {**UNTAGGED, **read} for name, read in READ[name].items()}
         assert [*built.state_dict()] == [*READ[name], "_extra_state"]
-
-
-@on_cpu_ranks(1)
-def test_every_specification_asks_our_provider(rank):
-    te.pretend_te()
-    assert te.overlap()
-    assert {user.TESpecProvider for user in te.USERS} == {FluxTEProvider}
-    assert issubclass(FluxTEProvider, te.THEIRS)
 
 
 ONE_RANK = {"tensor_model_parallel_size": 1, "sequence_parallel": False}

@@ -4,6 +4,7 @@ language model which reads its output.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_block import TransformerBlock
 from ranks import on_cpu_ranks
 
+from flux_megatron.integration import building
 from flux_megatron.lab.train.specs import gpt_block_spec
 
 SEQUENCE, BATCH, HIDDEN = 16, 2, 32
@@ -30,7 +32,9 @@ def block(tp: int, group: Any, layers: str, sp: bool) -> TransformerBlock:
     config = sbs.settings(tp, sp, torch.float32, hidden_size=HIDDEN, ffn_hidden_size=2 * HIDDEN)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     groups.tp = group
-    return TransformerBlock(config, gpt_block_spec(config, layers), pg_collection=groups)
+    ours = layers == "flux"
+    with building.linears() if ours else contextlib.nullcontext():
+        return TransformerBlock(config, gpt_block_spec(config), pg_collection=groups)
 
 
 def trained(vision: Any, language: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:

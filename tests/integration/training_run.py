@@ -25,10 +25,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 
+from flux_megatron.integration import building
 from flux_megatron.integration.provider import StockSpecProvider
-from flux_megatron.integration.specs import use_flux_output_layer
 from flux_megatron.lab.train.model import layer_context
-from flux_megatron.lab.train.specs import gpt_block_spec, local_spec_from
+from flux_megatron.lab.train.specs import gpt_block_spec, local_spec
 
 VOCAB, SEQUENCE, BATCH, HIDDEN, STEPS = 64, 16, 2, 32, 3
 
@@ -98,7 +98,7 @@ class Training:
         vp_stage = stage if self.feature.vp else None
         place = {"ignore_virtual": False, "vp_stage": vp_stage}
         spec, mtp = self.specifications(vp_stage)
-        with use_flux_output_layer() if self.layers == "flux" else contextlib.nullcontext():
+        with self._linears():
             model = GPTModel(
                 config=self.config, transformer_layer_spec=spec, mtp_block_spec=mtp,
                 vocab_size=VOCAB, max_sequence_length=max(self.feature.lengths), vp_stage=vp_stage,
@@ -111,11 +111,14 @@ class Training:
 
     def specifications(self, vp_stage: int | None) -> tuple[Any, Any]:
         """Of the decoder and of multi-token prediction."""
-        layers = "flux" if self.layers == "flux" else "stock"
         with self._attention():
-            spec = gpt_block_spec(self.config, layers, vp_stage)
-        with self._attention(), local_spec_from(layers):
+            spec = gpt_block_spec(self.config, vp_stage)
+        with self._attention(), local_spec():
             return spec, get_gpt_mtp_block_spec(self.config, spec, False, vp_stage)
+
+    def _linears(self) -> contextlib.AbstractContextManager[None]:
+        ours = self.layers == "flux"
+        return building.linears(experts=True) if ours else contextlib.nullcontext()
 
     def _attention(self) -> contextlib.AbstractContextManager[Any]:
         """Megatron's own attention does no context parallelism."""

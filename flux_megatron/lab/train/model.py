@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import layers, mappings
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from flux_megatron.integration.specs import use_flux_output_layer
+from flux_megatron.integration import building
 from flux_megatron.lab.train.config import PADDED_VOCAB, TrainConfig
 from flux_megatron.lab.train.specs import gpt_block_spec
 
@@ -122,11 +122,10 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
 
 def gpt_model(config: TrainConfig, core_config: TransformerConfig) -> GPTModel:
     """The model on the CPU, or where Megatron draws weights; ours or stock by `config.layers`."""
-    flux = config.layers == "flux"
-    with use_flux_output_layer() if flux else nullcontext():
+    with building.linears() if config.layers == "flux" else nullcontext():
         return GPTModel(
             config=core_config,
-            transformer_layer_spec=gpt_block_spec(core_config, layers="flux" if flux else "stock"),
+            transformer_layer_spec=gpt_block_spec(core_config),
             vocab_size=PADDED_VOCAB,
             max_sequence_length=config.model.seq_length,
             share_embeddings_and_output_weights=config.model.tied_embeddings,
