@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from flux_megatron.patterns import Pattern, PatternSpec
 
-__all__ = ["MAX_GROUPS", "TRANSPORTS", "Pattern", "Plan", "Problem", "Tile"]
+__all__ = ["COMM_TILES_MAX", "MAX_GROUPS", "TRANSPORTS", "Pattern", "Plan", "Problem", "Tile"]
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,7 @@ class Tile:
 
 TRANSPORTS = ("copy_engine", "sm")
 MAX_GROUPS = 16  # wave groups of one GEMM
+COMM_TILES_MAX = 8  # of a shard in `hopper`: a CTA remembers in 64 bits what 8 ranks have sent
 # What a plan of each strategy has beside its name.
 FIELDS = {
     "hopper": ("comm_rows", "tile", "k_parts", "transport"),

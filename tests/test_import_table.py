@@ -73,7 +73,8 @@ overlap: errors patterns problem scaling settings symm kernels | torch
 tuning: errors patterns problem settings shipped symm kernels.compiled_ahead kernels.sizes
     kernels.triton_launch overlap wgrad | torch | cuda triton
 dispatch: errors problem scaling settings symm.groups symm.program symm.space symm.workspace
-    overlap.operands overlap.registry overlap.report tuning.choice tuning.environment | torch
+    overlap.calls overlap.operands overlap.registry overlap.report tuning.choice
+    tuning.environment | torch
 operators: problem scaling overlap.differentiable symm.groups | torch
 ops: problem scaling settings overlap dispatch operators symm.groups | torch
 pieces: problem scaling overlap dispatch | torch
@@ -110,7 +111,7 @@ lab.generate: command_errors errors launch.schema option_values overlap.report s
     lab.train versions.megatron_core | torch megatron pydantic typer
 # what runs have logged, and what they were to be: read and predicted where they are submitted
 lab.results: errors launch option_values lab.perf | scipy typer | matplotlib rich
-lab.perf: errors launch.memory launch.workload patterns problem | pydantic
+lab.perf: errors launch.memory launch.workload overlap.hopper_pushes patterns problem | pydantic
 lab.simulate: config_files errors launch option_values lab.perf | typer | rich
 # beside other libraries
 lab.bench: {BELOW} lab.reference | *

@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from flux_megatron.kernels.hopper import gemm as hopper_gemm
 from flux_megatron.kernels.hopper.config import LOW
-from flux_megatron.kernels.hopper.gemm import COMM_TILES_MAX
 from flux_megatron.kernels.sizes import cdiv, part_columns, tiles_of_shard
 from flux_megatron.overlap import hopper_plans, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
-from flux_megatron.problem import Problem, Tile
+from flux_megatron.problem import COMM_TILES_MAX, Problem, Tile
 from flux_megatron.scaling import E4M3, Scaling, result_dtype
 from flux_megatron.symm.enqueue import always
 from flux_megatron.symm.program import Builder, CallProgram, ChannelSlots

@@ -21,7 +21,7 @@ RESULTS = Path(__file__).parents[2] / "docs/results"
 LLAMA = "node/llama2-70b-8-layers_h200"
 OF_TWO = {"parallel.tp": 2, "cluster.gpus_per_node": 2}
 # least and largest predicted / measured - 1
-OPERATIONS, LAYERS = (-0.05, 0.10), (-0.04, 0.11)
+OPERATIONS, LAYERS = (-0.13, 0.17), (-0.04, 0.11)
 # The host of these layers, TransformerEngine's or ours, takes longer than the GPUs: what a layer of
 # all sizes takes there is not modelled.
 HOST_US = 2350
@@ -54,9 +54,10 @@ def test_operations():
     errors = [
         operation_us(row["case"], row["candidate"]) / row["median_us"] - 1
         for row in rows("h200x2/fp8_operations.jsonl")
-        if row["table"] == "fp8_operations" and "hopper" not in row["candidate"]
-    ]
-    assert len(errors) == 96
+        if row["table"] == "fp8_operations" and row["candidate"].partition("_")[0] != "hopper"
+        and not row["candidate"].endswith("_wire")
+    ]  # fmt: skip
+    assert len(errors) == 156
     assert range_of(errors) == OPERATIONS
 
 

@@ -21,7 +21,6 @@ from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.problem import Problem, Tile
 from flux_megatron.versions.triton import TRITON
 
-COMM_TILES_MAX = 8  # of a shard: a CTA remembers in 64 bits what has arrived from 8 ranks
 _DTYPES = ("bfloat16", "float16")
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 

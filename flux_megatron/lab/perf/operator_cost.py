@@ -14,6 +14,7 @@ from typing import NamedTuple
 from flux_megatron.lab.perf.gemm import gemm_us, pass_us, wgrad_us
 from flux_megatron.lab.perf.hardware import Hardware
 from flux_megatron.launch.workload import ELEMENT_BYTES
+from flux_megatron.overlap.hopper_pushes import chosen
 from flux_megatron.problem import Problem
 
 # The time of a call beside transfers, GEMMs and the sum: fitted to 4 x H200's operations of
@@ -135,9 +136,10 @@ class _Prediction(NamedTuple):
         pushed, chunk = gathered, self.gemm_us(self.problem.M) / (remote + 1)
         if self.strategy == "pipelined":  # library GEMMs of whole shards
             chunk = self.gemm_us(self.problem.M_shard)
-        for _ in range(remote):
-            ready += chunk
-            pushed = max(pushed, ready) + push_us
+        parts = self._pushes()
+        for _ in range(remote * parts):
+            ready += chunk / parts
+            pushed = max(pushed, ready) + push_us / parts
         ready += chunk
         arrived = pushed + latency_us
         if self.strategy == "fused":  # wgrad waits for its stores
@@ -145,6 +147,10 @@ class _Prediction(NamedTuple):
         if self.strategy == "hopper":  # the kernel reduces: wgrad begins when all has arrived
             return max(ready, arrived) + wgrad
         return max(max(ready, gathered) + wgrad, arrived)
+
+    def _pushes(self) -> int:
+        """In how many parts a rank's rows are pushed."""
+        return chosen(self.problem)[1] if self.strategy == "hopper" else 1
 
     def _sum_us(self) -> float:
         """The sum of the partial results of all ranks, limited by memory."""
