@@ -15,6 +15,7 @@ _PLACES = {
     "FluxRowwiseParallel": "flux_megatron.nn.parallel_styles",
     "RowParallelLinear": "flux_megatron.nn.linear",
     "ShardedEmbeddingBag": "flux_megatron.nn.embedding",
+    "in_transformers": "flux_megatron.nn.hugging_face",
     "sharded_state_dict": "flux_megatron.nn.linear",
     "sum_gradient": "flux_megatron.nn.replicated",
 }
@@ -25,12 +26,14 @@ __all__ = [
     "FluxRowwiseParallel",
     "RowParallelLinear",
     "ShardedEmbeddingBag",
+    "in_transformers",
     "sharded_state_dict",
     "sum_gradient",
 ]
 
 if TYPE_CHECKING:
     from flux_megatron.nn.embedding import ShardedEmbeddingBag
+    from flux_megatron.nn.hugging_face import in_transformers
     from flux_megatron.nn.linear import (
         ColumnParallelLinear,
         RowParallelLinear,

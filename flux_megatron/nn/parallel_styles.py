@@ -55,19 +55,21 @@ class _FluxParallel(ParallelStyle):
     def _check(self) -> None:
         raise NotImplementedError
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def why_not(self, module: nn.Module, device_mesh: DeviceMesh) -> str | None:
+        """Why this style is none for the module over the mesh, or None."""
         name = type(self).__name__
         if type(module) is not nn.Linear:
-            raise ValueError(f"{name}: {type(module).__name__} given, torch.nn.Linear expected")
+            return f"{name}: {type(module).__name__} given, torch.nn.Linear expected"
         if device_mesh.ndim != 1:
-            raise ValueError(
-                f"{name}: {device_mesh} given, a mesh of one dimension expected, as mesh['tp']"
-            )
+            return f"{name}: {device_mesh} given, a mesh of one dimension expected, as mesh['tp']"
         size, R = getattr(module, self.split), device_mesh.size()
         if size % R:
-            raise ValueError(
-                f"{name}: {self.split} {size} given, a multiple of the mesh's {R} ranks expected"
-            )
+            return f"{name}: {self.split} {size} given, a multiple of the mesh's {R} ranks expected"
+        return None
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if reason := self.why_not(module, device_mesh):
+            raise ValueError(reason)
         for key, parameter in [*module.named_parameters(recurse=False)]:
             whole, placement = parameter.detach(), [self.placements[key]]
             sharded = distribute_tensor(
@@ -76,10 +78,17 @@ class _FluxParallel(ParallelStyle):
             module.register_parameter(
                 key, nn.Parameter(sharded, requires_grad=parameter.requires_grad)
             )
+        return self.adopt(module, device_mesh)
+
+    def adopt(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Our forward for a `torch.nn.Linear` whose parameters are, or will be, DTensors with
+        `placements`.
+        """
         module.__class__ = self.kind
         assert isinstance(module, _Linear)
         module.style, module.mesh = self, device_mesh
-        module.group_name, module.world_size = ops.name_of(device_mesh.get_group()), R
+        module.group_name = ops.name_of(device_mesh.get_group())
+        module.world_size = device_mesh.size()
         return module
 
     def __repr__(self) -> str:
