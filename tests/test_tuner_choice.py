@@ -20,6 +20,7 @@ from races import FakeRace
 from ranks import DEVICE, on_device, on_device_ranks
 
 from flux_megatron import errors, ops, settings
+from flux_megatron.kernels.hopper.config import NARROW
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.overlap import hopper, low_latency_plans, registry
 from flux_megatron.overlap.report import report
@@ -408,6 +409,24 @@ def test_who_pushes_a_shard_in_how_many_parts(M, K, kind, pushes):
     plans = [hopper.default_plan(problem), *hopper.candidates(problem)]
     tried = ((plan.transport, cdiv(problem.M_shard, plan.comm_rows)) for plan in plans)
     assert [*dict.fromkeys(tried)] == pushes
+
+
+@pytest.mark.parametrize(
+    ("pattern", "M", "N", "K", "narrow"),
+    [
+        (Pattern.GEMM_AR, 1152, 4096, 6144, True),
+        (Pattern.GEMM_RS, 1152, 4096, 6144, True),
+        (Pattern.GEMM_RS, 4096, 12288, 6144, False),  # its waves are 2 % shorter
+        (Pattern.GEMM_RS, 2048, 8192, 8192, False),
+    ],
+)
+def test_tiles_of_results_are_narrow_where_that_shortens_the_waves(pattern, M, N, K, narrow):
+    problem = Problem(pattern, M, N, 2 * K, "bfloat16", 2)
+    first, *others = dict.fromkeys(plan.tile for plan in hopper.candidates(problem))
+    assert (first == NARROW) == narrow
+    assert [one.block_n for one in others] == ([256, 256] if narrow else [128, 256])
+    fp8 = replace(problem, dtype="float8_e4m3fn", out_dtype="bfloat16")
+    assert hopper.default_plan(fp8).tile.block_n == 256
 
 
 def test_long_sums_with_a_split_accumulator_have_square_groups_of_tiles():
