@@ -20,7 +20,7 @@ import torch.distributed as dist
 from flux_megatron.kernels import compiled_ahead
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.triton_launch import Code
-from flux_megatron.overlap import ahead, registry
+from flux_megatron.overlap import codes, registry
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.groups import timeout_s
 from flux_megatron.symm.space import Workspace
@@ -52,13 +52,13 @@ def compile_kinds(
         return
     done |= new
     started = time.monotonic()
-    codes = _codes([problem], new, table, space)
+    needed = _codes([problem], new, table, space)
     around = _around(problem)
     seen = space.agreed.setdefault(("compiled around", frozenset(new)), set())
     if not {_without_sizes(one) for one in around} <= seen:
-        codes += _codes(around, new, PlanTable(), space)
+        needed += _codes(around, new, PlanTable(), space)
         seen |= {_without_sizes(one) for one in (problem, *around)}
-    process = _started([*dict.fromkeys(codes)], space)
+    process = _started([*dict.fromkeys(needed)], space)
     if process is not None:
         compiled_ahead.wait(process, min(compiled_ahead.LIMIT_S, timeout_s(space.group) / 2))
     space.agreement.confirm("kernels are compiled")
@@ -95,7 +95,7 @@ def _codes(
         for kind in kinds
         for number in ranges
         for problem, one in _plans(kind, number, table, space)
-        for code in ahead.codes(problem, one, space)
+        for code in codes.of_calls(problem, one, space)
     }
     return [*found]
 

@@ -28,7 +28,7 @@ from triton.runtime import driver
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.compiled_ahead import NoGpu
 from flux_megatron.kernels.triton_launch import Code, noted
-from flux_megatron.overlap import ahead, registry
+from flux_megatron.overlap import codes, registry
 from flux_megatron.problem import Plan, Problem
 
 launch.sms = lambda device: 132  # of an H100 or H200
@@ -53,7 +53,7 @@ def codes_of_plan(
     world_size, device = problem.world_size, torch.device("cuda")
     space: Any = SimpleNamespace(rank=0, world_size=world_size, timeout_ns=1, device=device)
     build = registry.strategy(problem, plan.strategy).BUILDERS[problem.pattern]
-    return ahead.launched(build, problem, plan, space, borrows, biased)
+    return codes.launched(build, problem, plan, space, borrows, biased)
 
 
 def call_of(world_size: int) -> Any:

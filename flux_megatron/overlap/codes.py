@@ -18,7 +18,7 @@ from flux_megatron.symm.space import Workspace
 from flux_megatron.symm.steps import Launch, Slot
 
 
-def codes(problem: Problem, plan: Plan, space: Workspace) -> Iterator[Code]:
+def of_calls(problem: Problem, plan: Plan, space: Workspace) -> Iterator[Code]:
     """Of calls of the problem, and in backward of what runs beside them; with and without a bias,
     and with gathered rows that are borrowed or not.
     """
