@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.utils import parametrizations
 
 import flux_megatron
 from flux_megatron.nn import FluxColwiseParallel, FluxRowwiseParallel
@@ -128,12 +129,45 @@ def test_an_output_may_be_gathered(rank):
     compare(model, Shard(1), plan)
 
 
+class OfAFramework(nn.Linear):
+    """With methods that a framework looks for, and PyTorch's own forward."""
+
+    def initialise(self) -> str:
+        return f"{self.out_features} rows"
+
+
+@on_device_ranks(2, environment=PLAIN)
+def test_subclasses_keep_their_methods(rank):
+    model = Mlp(True)
+    for layer in (model.up, model.down):
+        layer.__class__ = OfAFramework
+    compare(model, Shard(1), compiled=True)
+    made = copy.deepcopy(parallelize_module(model.up, mesh(), FluxColwiseParallel()))
+    assert isinstance(made, OfAFramework)
+    assert type(made).__name__ == "OfAFramework"
+    assert made.initialise() == f"{HIDDEN} rows"
+
+
+class OwnForward(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        return 2 * super().forward(x)
+
+
+def with_forward(layer: nn.Linear) -> nn.Linear:
+    """Changed on the object, as frameworks wrap it."""
+    layer.forward = lambda x: x  # type: ignore[method-assign]
+    return layer
+
+
 @on_device_ranks(2)
 def test_what_cannot_be_parallelized_is_refused(rank):
     here = mesh()
     column, row = FluxColwiseParallel(), FluxRowwiseParallel()
     for style, module, said in (
         (column, nn.Embedding(4, 4), "Embedding given, torch.nn.Linear expected"),
+        (column, OwnForward(4, 4), "OwnForward given, torch.nn.Linear expected, or a subclass"),
+        (column, with_forward(nn.Linear(4, 4)), "Linear given, torch.nn.Linear expected, or"),
+        (row, parametrizations.orthogonal(nn.Linear(4, 4)), "ParametrizedLinear given"),
         (column, nn.Linear(4, 7), "out_features 7 given, a multiple of the mesh's 2"),
         (row, nn.Linear(7, 4), "in_features 7 given, a multiple of the mesh's 2"),
     ):

@@ -14,6 +14,7 @@ first in the memory of the results, so between the layers no tensor of all token
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -58,8 +59,12 @@ class _FluxParallel(ParallelStyle):
     def why_not(self, module: nn.Module, device_mesh: DeviceMesh) -> str | None:
         """Why this style is none for the module over the mesh, or None."""
         name = type(self).__name__
-        if type(module) is not nn.Linear:
-            return f"{name}: {type(module).__name__} given, torch.nn.Linear expected"
+        plain = getattr(module.forward, "__func__", None) is nn.Linear.forward
+        if not plain or "weight" not in module._parameters:
+            return (
+                f"{name}: {type(module).__name__} given, torch.nn.Linear expected, or a subclass "
+                "that leaves its forward and its weight"
+            )
         if device_mesh.ndim != 1:
             return f"{name}: {device_mesh} given, a mesh of one dimension expected, as mesh['tp']"
         size, R = getattr(module, self.split), device_mesh.size()
@@ -84,7 +89,9 @@ class _FluxParallel(ParallelStyle):
         """Our forward for a `torch.nn.Linear` whose parameters are, or will be, DTensors with
         `placements`.
         """
-        module.__class__ = self.kind
+        given: Any = type(module)
+        kind: Any = self.kind
+        module.__class__ = _with_methods_of(given, kind)
         assert isinstance(module, _Linear)
         module.style, module.mesh = self, device_mesh
         module.group_name = ops.name_of(device_mesh.get_group())
@@ -134,6 +141,12 @@ class _Linear(nn.Linear):
         return result.to_local() if self.style.use_local_output else result
 
 
+@functools.cache
+def _with_methods_of(given: type[nn.Module], kind: type[_Linear]) -> type[_Linear]:
+    """`kind`, with what a subclass of torch.nn.Linear adds: frameworks look for it."""
+    return kind if given is nn.Linear else type(given.__name__, (kind, given), {})
+
+
 class _Colwise(_Linear):
     def forward(self, x: Any) -> Any:
         summed = isinstance(x, DTensor)
@@ -161,7 +174,8 @@ class _Rowwise(_Linear):
 
 
 class FluxColwiseParallel(_FluxParallel):
-    """PyTorch's `ColwiseParallel` for `torch.nn.Linear`, with its communication hidden.
+    """PyTorch's `ColwiseParallel` for `torch.nn.Linear`, with its communication hidden. A subclass
+    that leaves `forward` and `weight` is one.
 
     `input_layouts` is `Replicate()`, the default, or the `Shard` of a dimension of tokens;
     `output_layouts` is any placement, by default `Shard(-1)`, which alone needs no further
