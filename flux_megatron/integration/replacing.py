@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from flux_megatron.integration import adapters, coverage, fp8, seams, stand_ins
+from flux_megatron.integration import adapters, coverage, fp8, install, seams, stand_ins
 from flux_megatron.integration.flags import LAYERS, names_given
 from flux_megatron.integration.layers import FluxColumnParallelLinear
 from flux_megatron.overlap.report import Layers, forget_layers
@@ -70,6 +70,7 @@ def replace(model: Module | Iterable[Module], *, layers: Collection[str] | None 
     except BaseException:
         undo(layer for layer, *_ in found)
         raise
+    install.log_at_exit()
     return result
 
 

@@ -14,7 +14,9 @@ adds what the script itself asks a GPU for: whether there is one, its properties
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
+import sys
 import types
 import typing
 from typing import Any
@@ -26,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 MEMORY = 1 << 34
 # for each name a function of its own: torch._dynamo refuses one object under two names
 NOTHING = ("set_device", "empty_cache", "ipc_collect", "reset_peak_memory_stats")
+KERNELS = ("transformer_engine.pytorch.optimizers", "apex.optimizers", "amp_C")  # of optimizers
 NO_BYTES = (
     "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
 )  # fmt: skip
@@ -122,6 +125,7 @@ def pretend_cuda() -> None:
 def pretend_gpu() -> None:
     """Patch this process, before Megatron is imported."""
     provide_override()
+    _without_optimizer_kernels()
     cuda: Any = torch.cuda
     properties = types.SimpleNamespace(
         major=9, minor=0, name="cpu", total_memory=MEMORY, multi_processor_count=1
@@ -158,12 +162,22 @@ def pretend_gpu() -> None:
     _stock_provider()
 
 
+def _without_optimizer_kernels() -> None:
+    """Megatron's optimizers are torch's then, as where neither package is installed."""
+    with contextlib.suppress(ImportError):
+        import transformer_engine.pytorch  # noqa: F401  (it imports its own)
+    sys.modules.update(dict.fromkeys(KERNELS))
+
+
 def _stock_provider() -> None:
     """For runs without `--flux-overlap`: the norm that stock linears get from apex on GPUs."""
+    from megatron.core.extensions import transformer_engine
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from flux_megatron.integration.install import build_from
     from flux_megatron.integration.provider import StockSpecProvider
+
+    transformer_engine.HAVE_TE = False  # where it is installed it cannot run
 
     class Stock(StockSpecProvider):
         def core_attention(self) -> type:

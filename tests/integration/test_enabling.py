@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import weakref
+from unittest import mock
 
 import post_training as post
 import pytest
@@ -23,7 +24,7 @@ from test_te_specification import chunks, parameters, sharded
 
 import flux_megatron
 from flux_megatron import errors, settings
-from flux_megatron.integration import stand_ins
+from flux_megatron.integration import install, stand_ins
 from flux_megatron.integration.layers import FluxColumnParallelLinear
 
 
@@ -232,6 +233,17 @@ def test_bad_options(options, expected):
         flux_megatron.enable(**options)
     assert stock.RowParallelLinear.__init__.__module__ == stock.__name__
     assert not hasattr(stock.RowParallelLinear.__init__, "__wrapped__")
+
+
+@pytest.mark.parametrize("way", ["enable", "replace"])
+@sbs.on_tp_ranks(1)
+def test_what_overlapped_is_said_at_exit(rank, way):
+    model = build(False, tensor_model_parallel_size=1)
+    install.log_at_exit.cache_clear()
+    with mock.patch.object(install.atexit, "register") as register:
+        flux_megatron.enable() if way == "enable" else flux_megatron.replace(model)
+    assert install._log_calls in [call.args[0] for call in register.mock_calls]
+    flux_megatron.disable()
 
 
 @sbs.on_tp_ranks(1)

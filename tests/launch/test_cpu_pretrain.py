@@ -30,11 +30,12 @@ TINY = """
 """
 
 
-def run(*words: str, folder: str | None = None) -> None:
+def run(*words: str, folder: str | None = None) -> str:
     done = subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, timeout=240, cwd=folder
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @on_cpu_ranks(1)
@@ -63,6 +64,41 @@ def test_a_cuda_build_of_torch_asks_no_driver(rank):
         weight.grad = torch.ones(2)
         optimizer.step()
         assert weight[0] < 1
+
+
+INSTALLED = {
+    "apex/optimizers.py": "FusedAdam = FusedSGD = None",
+    "apex/multi_tensor_apply.py": "multi_tensor_applier = None",
+    "amp_C.py": "multi_tensor_l2norm = multi_tensor_scale = None",
+}
+TAKEN = {
+    """
+from megatron.core.extensions import transformer_engine
+transformer_engine.HAVE_TE = True
+from flux_megatron.lab.cpu import pretend_gpu
+pretend_gpu()
+from megatron.core.transformer.transformer_block import LayerNormImpl
+from flux_megatron.integration.provider import StockSpecProvider
+print(LayerNormImpl.__name__, StockSpecProvider().core_attention().__name__)
+""": "FluxNorm FluxCoreAttention",
+    """
+import sys
+sys.path.insert(0, "")
+from flux_megatron.lab.cpu import pretend_gpu
+pretend_gpu()
+from megatron.core.optimizer import Adam, clip_grads
+print(Adam.__module__, clip_grads.l2_norm_impl.__name__)
+print(sys.modules["transformer_engine.pytorch.optimizers"])
+""": "torch.optim.adamw local_multi_tensor_l2_norm None",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", TAKEN, ids=["layers", "optimizers"])
+def test_what_needs_a_gpu_is_not_taken_where_it_is_installed(script, tmp_path):
+    for name, text in INSTALLED.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert run("-c", script, folder=str(tmp_path)).split() == TAKEN[script].split()
 
 
 def test_spawned_processes_have_what_an_old_python_lacks(tmp_path):
