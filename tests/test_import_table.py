@@ -101,7 +101,7 @@ BELOW = " ".join(PRODUCT)
 LABORATORY = rooms(f"""\
 lab:
 # what Megatron asks of a GPU, answered on the CPU
-lab.cpu: integration | torch megatron
+lab.cpu: integration | torch megatron | transformer_engine
 lab.reference: patterns | torch
 lab.train: command_errors config_files errors option_values settings shipped integration lab.cpu
     launch.schema launch.workload overlap.report symm.step_end versions.megatron_core

@@ -166,7 +166,8 @@ def _without_optimizer_kernels() -> None:
     """Megatron's optimizers are torch's then, as where neither package is installed."""
     with contextlib.suppress(ImportError):
         import transformer_engine.pytorch  # noqa: F401  (it imports its own)
-    sys.modules.update(dict.fromkeys(KERNELS))
+    for name in KERNELS:
+        sys.modules[name] = None  # type: ignore[assignment]  # an ImportError to whoever asks
 
 
 def _stock_provider() -> None:
