@@ -20,7 +20,7 @@ from flux_megatron.symm.steps import Slot
 _LOOK_S = 0.05
 
 
-# torch 2.13 warns of the second names in each call, which takes the host 2.7 us.
+# torch 2.13 warns of the second names in each call, which takes the host as long as a small step.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
