@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -87,15 +88,16 @@ def choose(problem: Problem, table: PlanTable, space: Workspace) -> tuple[Plan, 
         return sequential.default_plan(problem), None
     if wanted == "auto" and (plan := _measured_plan(problem, table, space)):
         return plan, None
-    names, reason = registry.overlapping(problem, wanted, space.unavailable)
-    if not names:
+    names = registry.runnable(problem, wanted, space.unavailable)
+    if (first := next(names, None)) is None:
+        _, reason = registry.overlapping(problem, wanted, space.unavailable)
         return sequential.default_plan(problem), reason
     if wanted != "auto":
         return registry.strategy(problem, wanted).default_plan(problem), None
     # a race has no scales
     if not problem.scaled and (ranges := table.unsettled(problem.M)):
         _race(problem, ranges, table, space)
-    return table.plan(problem, names), None
+    return table.plan(problem, chain((first,), names)), None
 
 
 def _measured_plan(problem: Problem, table: PlanTable, space: Workspace) -> Plan | None:

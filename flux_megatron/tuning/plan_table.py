@@ -9,7 +9,7 @@ for a range; the nearest point of its range gives a call its plan. A range witho
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from flux_megatron.kernels.sizes import cdiv
@@ -53,11 +53,12 @@ class PlanTable:
     points: dict[int, Plan] = field(default_factory=dict)
     settled: set[int] = field(default_factory=set)
 
-    def plan(self, problem: Problem, names: Sequence[str]) -> Plan:
+    def plan(self, problem: Problem, names: Iterable[str]) -> Plan:
         """Of the strategies `names`, which can run the problem, or `sequential`."""
-        plan = self.measured(problem)
-        if plan and plan.strategy in (*names, "sequential"):
-            return plan
+        if plan := self.measured(problem):
+            names = [*names]
+            if plan.strategy in (*names, "sequential"):
+                return plan
         return ruled(problem, names)
 
     def measured(self, problem: Problem) -> Plan | None:
@@ -88,7 +89,7 @@ def for_rows(plan: Plan, M: int, problem: Problem) -> Plan:
     return plan
 
 
-def ruled(problem: Problem, names: Sequence[str]) -> Plan:
+def ruled(problem: Problem, names: Iterable[str]) -> Plan:
     """The plan without a measurement, of the strategies `names` in order of preference.
 
     `sequential` below M = 1024 was 7.1 % slower than the fastest plan on average, `hopper` from
@@ -100,12 +101,11 @@ def ruled(problem: Problem, names: Sequence[str]) -> Plan:
     """
     on_cpu = problem.device == "cpu"
     divided = problem.spec.gathers or (problem.spec.scatters and on_cpu)
-    if "low_latency" in names and problem.M <= FEW_ROWS and not divided:
-        return _default(problem, "low_latency")
-    many = [name for name in names if name != "low_latency"]
-    rows = problem.M_shard if problem.blockwise else problem.M
-    if many and (rows >= 1 << MANY or on_cpu):
-        return _default(problem, many[0])
+    few = problem.M <= FEW_ROWS and not divided
+    many = on_cpu or (problem.M_shard if problem.blockwise else problem.M) >= 1 << MANY
+    for name in names if few or many else ():
+        if few if name == "low_latency" else many:
+            return _default(problem, name)
     return sequential.default_plan(problem)
 
 
