@@ -21,7 +21,7 @@ from flux_megatron.lab.perf.linear import operator_us
 from flux_megatron.lab.perf.operator_cost import gemms_us
 from flux_megatron.overlap import hopper
 from flux_megatron.patterns import Pattern
-from flux_megatron.problem import Plan, Problem, Tile
+from flux_megatron.problem import TRANSPORTS, Plan, Problem, Tile
 from flux_megatron.symm.workspace import workspace
 
 PLANS = {
@@ -104,7 +104,7 @@ def test_rows_that_cannot_be_divided_are_reduced_without_overlap(rank):
 @on_device_ranks("world_size")
 def test_of_the_last_rank_hopper_sums_fewer_rows(rank):
     group = dist.group.WORLD
-    kinds = itertools.product((257, 2049, 3333), ("sm", "copy_engine"), ("nt", "nn"))
+    kinds = itertools.product((257, 2049, 3333), TRANSPORTS, ("nt", "nn"))
     for M, transport, layout in kinds:
         plan = Plan("hopper", tile=replace(TILE, group_m=16), transport=transport, comm_rows=512)
         K_local = 416 // group.size()

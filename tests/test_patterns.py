@@ -15,7 +15,7 @@ from flux_megatron.lab import reference
 from flux_megatron.lab.perf.operator_cost import moved_bytes
 from flux_megatron.overlap import registry
 from flux_megatron.patterns import COLUMN, ROW
-from flux_megatron.problem import FIELDS, Pattern, Plan, Problem, Tile
+from flux_megatron.problem import FIELDS, TRANSPORTS, Pattern, Plan, Problem, Tile
 
 M, N, K, R = 24, 16, 40, 2
 
@@ -90,7 +90,7 @@ TILES = st.builds(
 NUMBERS = {
     "comm_rows": st.integers(0, 10**6), "tile": TILES, "gemms": st.integers(0, 8),
     "k_parts": st.integers(0, 8), "bands": st.integers(0, 8), "two_phase": st.booleans(),
-    "transport": st.sampled_from(["copy_engine", "sm"]), "comm_sms": st.integers(0, 64),
+    "transport": st.sampled_from(TRANSPORTS), "comm_sms": st.integers(0, 64),
     "group_rows": st.lists(st.integers(1, 512), max_size=15).map(tuple),
 }  # fmt: skip
 PLANS = st.one_of(

@@ -438,6 +438,24 @@ def test_copy_engines_push_groups_of_tiles_of_one_rank(M, K, R, rows):
     assert hopper.default_plan(problem).tile.group_m == rows
 
 
+@pytest.mark.parametrize(
+    ("pattern", "M", "R", "exchanged"),
+    [
+        (Pattern.GEMM_AR, 1152, 2, True), (Pattern.GEMM_AR, 1153, 2, False),
+        (Pattern.GEMM_AR, 1152, 4, False), (Pattern.GEMM_RS, 1152, 2, False),
+    ],
+)  # fmt: skip
+def test_two_ranks_exchange_few_results(pattern, M, R, exchanged):
+    problem = Problem(pattern, M, 8192, 4096 * R, "bfloat16", R)
+    plan = hopper.default_plan(problem)
+    assert (plan.transport == "exchange") == exchanged
+    assert sum(one.transport == "exchange" for one in hopper.candidates(problem)) == exchanged
+    if exchanged:
+        assert hopper.why_not(problem, plan) is None
+        assert "none of gemm_rs" in hopper.why_not(replace(problem, pattern=Pattern.GEMM_RS), plan)
+        assert "none with e4m3" in hopper.why_not(replace(problem, wire=True), plan)
+
+
 def test_long_sums_with_a_split_accumulator_have_square_groups_of_tiles():
     def group(K: int, split: bool = True, R: int = 2) -> int:
         types = {"out_dtype": "bfloat16", "split_accumulator": split}

@@ -9,6 +9,7 @@ do it, because a copy engine takes 10 us to begin (`Plan.transport`).
     caller's stream   one kernel: tiles of r+1 count [D] | of r+2 | ... | of r: wait [B], add, store
     copy engine       wait [D] of a few tiles, copy them to r+1, signal [B] | ...
     by the SMs        the kernel's store warp copies each tile to its owner, signal [B]
+    GEMM+AR, rank r, of few rows: that warp copies each tile to every rank, and each adds all up
 
 The kernels' own files are imported when they are called: they need Gluon, which older versions of
 Triton lack, as `supports` says.
@@ -167,6 +168,8 @@ def _gemm_ar(p: CallProgram) -> Slot:
     """The kernel stores its sums at every rank, and copies those of the others to y."""
     from flux_megatron.kernels.hopper.gathered_sums import Gathering
 
+    if p.plan.transport == "exchange":
+        return _exchanged(p)
     M, N = len(p.x), p.N
     y = p.x.new_empty(M, N)
     rows = cdiv(M, p.world_size)  # the last rank may have fewer
@@ -177,6 +180,26 @@ def _gemm_ar(p: CallProgram) -> Slot:
         channel.epoch, channel.fixed("work_counter"),
     )  # fmt: skip
     return _gemm_rs(p, gathering)
+
+
+def _exchanged(p: CallProgram) -> Slot:
+    """Every rank stores its results at all ranks, and each adds all of them up: one trip."""
+    from flux_megatron.kernels.hopper.gemm_exchange import gemm_exchange
+
+    M, N, dtype = len(p.x), p.N, result_dtype(p.x, p.scaling)
+    block_bytes = M * N * dtype.itemsize
+    channel = p.channel(transfer.SCATTER, p.world_size * block_bytes)
+    received = channel.region((p.world_size, M, N), dtype)
+    with p.phase("gemm kernel"):
+        gemm_exchange(
+            p.x, p.w, own=channel.region((M, N), dtype, p.rank * block_bytes), received=received,
+            received_pointers=channel.fixed("pointers"),
+            pad_pointers=channel.fixed("pad_pointers"), counters=channel.fixed("tile_counters"),
+            **transfer.waits(channel), **_words(channel), rank=p.rank, world_size=p.world_size,
+            layout=p.layout, tile=p.plan.tile, scaling=p.scaling,
+        )  # fmt: skip
+    p.caller_step()
+    return transfer.ReduceScatter(channel, received, M).finish()
 
 
 BUILDERS: dict[Pattern, Builder] = {COLUMN: _ag_gemm, ROW: _gemm_rs, Pattern.GEMM_AR: _gemm_ar}

@@ -19,6 +19,7 @@ from flux_megatron.kernels.hopper.config import (
 from flux_megatron.kernels.hopper.split_tiles import PART_K_TILES, split_last_wave
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.overlap.hopper_pushes import BY_SM, Push, chosen, others
+from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Problem, Tile
 
 # Groups of 12 rows of NARROW tiles are as high as a wave is wide, and read least. With a split
@@ -33,6 +34,11 @@ WIDE = replace(TILE, group_m=16)
 # measurements in configs/tuned).
 NARROW_WAVES = 0.97
 SMS = 132  # of the Hopper GPUs that have run it
+# Of GEMM+AR: up to this size of y every rank gets all results of two ranks, and adds them up. With
+# narrow tiles that takes .89 to .99 of the time of two trips in five shapes, .68 to 1.04 beside
+# others; of 20 MiB 1.04 and 1.11, 1.04 and 1.15 (2 x H200, 2026-11-28, h200x2/pushes.jsonl). Over
+# four ranks twice as much would travel: .95, and 1.10 beside others (1152 x 4096 x 6144).
+EXCHANGED_BYTES = 18 << 20
 FEW_ROWS = 1024  # of all ranks: with more no GEMM was fastest with tiles of 64 rows
 # Eight took 1 us less to 2 more where K is 12288, and 19 more at 128 x 5120 x 8192: copies of 128
 # KB and their signals take longer than they hide (2 x H100, 2026-11-25, h100x2/k_parts.jsonl).
@@ -46,6 +52,18 @@ def default_plan(problem: Problem) -> Plan:
         low = problem.M_shard < TILE.block_m
         wide = wide_tile(problem.M, problem.N_local, problem.K_local)
         return Plan("hopper", tile=_tile_of(problem, LOW[0] if low else wide))
+    return _exchanged(problem) or _scattered(problem)
+
+
+def _exchanged(problem: Problem) -> Plan | None:
+    """Of GEMM+AR with few rows."""
+    few = problem.M * problem.N_local * 2 <= EXCHANGED_BYTES
+    if problem.pattern is Pattern.GEMM_AR and problem.world_size == 2 and few:
+        return None if problem.scaled else Plan("hopper", tile=NARROW, transport="exchange")
+    return None
+
+
+def _scattered(problem: Problem) -> Plan:
     push = chosen(problem)
     return _pushed(problem, *push, _tile_of(problem, _scattered_tile(problem, push)))
 
@@ -96,6 +114,9 @@ def why_not(problem: Problem, plan: Plan) -> str | None:
     """Why no call of the problem has this plan, or None: shared memory holds a slice of a stored
     tile beside the stages, of GEMM+RS and GEMM+AR the whole tile.
     """
+    if plan.transport == "exchange" and (problem.pattern is not Pattern.GEMM_AR or problem.wire):
+        what = "with e4m3 on the wire" if problem.wire else f"of {problem.pattern}"
+        return f"every rank adds up all results of GEMM+AR in 16 bits, none {what}"
     tile, out_dtype = plan.tile, getattr(torch, problem.out_dtype) if problem.scaled else None
     slices = 1 if problem.spec.gathers else tile.block_n // SLICE_COLUMNS
     if (fitting := slice_buffers(tile, out_dtype)) >= slices:
@@ -119,9 +140,10 @@ def candidates(problem: Problem) -> list[Plan]:
             low = [replace(default, tile=tile) for tile in LOW]
             plans += [*low, *_in_parts_of_k(problem, [default, narrow])]
         return plans
-    tiles = dict.fromkeys((default.tile, NARROW, WIDE, replace(WIDE, group_m=8)))
+    tiles = dict.fromkeys((_scattered(problem).tile, NARROW, WIDE, replace(WIDE, group_m=8)))
     pushes = chosen(problem), *others(problem)
-    return [*dict.fromkeys(_pushed(problem, *push, tile) for push in pushes for tile in tiles)]
+    scattered = (_pushed(problem, *push, tile) for push in pushes for tile in tiles)
+    return [*dict.fromkeys((default, *scattered))]
 
 
 def _of_fp8(problem: Problem, default: Plan) -> list[Plan]:

@@ -26,7 +26,7 @@ from flux_megatron.kernels.hopper import config as hopper_config
 from flux_megatron.kernels.hopper import signalled_gemm as hopper_signalled_gemm
 from flux_megatron.kernels.triton_launch import Code
 from flux_megatron.overlap import hopper
-from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.problem import TRANSPORTS, Pattern, Plan, Problem
 
 WORLD_SIZE = 4
 _VARIANTS = [("nt", "bfloat16"), ("nn", "bfloat16"), ("nt", "float16")]
@@ -74,9 +74,9 @@ def _planned() -> Iterator[tuple[Problem, Plan]]:
             as_others = high == (problem.layout == "nn") or problem.dtype == "float16"
             if not (plan.k_parts and as_others):
                 yield problem, plan
-    # GEMM+AR: the kernel of GEMM+RS whose sums go to every rank
+    # GEMM+AR: the kernel of GEMM+RS whose sums, or results, go to every rank
     tiles = {"nt": hopper_config.TILE, "nn": hopper_config.NARROW}
-    for (layout, tile), way in itertools.product(tiles.items(), ("copy_engine", "sm")):
+    for (layout, tile), way in itertools.product(tiles.items(), TRANSPORTS):
         problem = Problem(Pattern.GEMM_AR, 8192, 4096, 16384, "bfloat16", WORLD_SIZE, layout)
         yield problem, Plan("hopper", tile=tile, transport=way)
 
@@ -95,7 +95,8 @@ def _named(problem: Problem, plan: Plan) -> tuple[str, Code]:
         kind += f" to {problem.out_dtype}" + " split_accumulator" * problem.split_accumulator
         kind += " wire" * problem.wire
     width = f"{plan.tile.block_m}x{plan.tile.block_n}"
-    return f"{problem.pattern} {problem.dtype} {problem.layout} {width} {kind}", code
+    name = "gemm_exchange" if plan.transport == "exchange" else problem.pattern
+    return f"{name} {problem.dtype} {problem.layout} {width} {kind}", code
 
 
 def shipped() -> dict[str, Code]:

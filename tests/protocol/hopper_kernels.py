@@ -22,7 +22,8 @@ MODULES = (
     "hopper_primitives", "hopper_signals", "hopper_tile_order", "hopper_split_k",
     "hopper_scheduler", "hopper_ring", "hopper_roles", "hopper_epilogue",
     "hopper_routes", "hopper_rows", "hopper_handed_tiles",
-    "hopper_gathered_rows", "hopper_gathered_sums", "hopper_stored_tiles", "hopper_ag_gemm",
+    "hopper_gathered_rows", "hopper_gathered_sums", "hopper_exchanged_tiles",
+    "hopper_stored_tiles", "hopper_ag_gemm",
     "hopper_gemm_rs", "hopper_signalled_gemm",
     "hopper_a2a_gemm", "hopper_gemm_a2a",
 )  # fmt: skip

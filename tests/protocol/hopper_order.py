@@ -210,6 +210,7 @@ CHECKS = {
     "ag_gemm": [check_awaited, check_partials, check_only_signals_spin],
     "gemm_rs": [check_awaited, check_sent, check_partials, check_only_signals_spin],
     "gemm_ar": [check_awaited, check_sent, check_partials, check_only_signals_spin],
+    "gemm_exchange": [check_sent, check_counted, check_partials, check_only_signals_spin],
     "signalled": [check_sent, check_awaits_nobody],
     "a2a_gemm": [check_awaited, check_pushed],
     "gemm_a2a": [check_sent, check_counted, check_awaits_nobody],

@@ -99,6 +99,7 @@ CASES = {
     "hopper rs, rounded once": Case("rs", "hopper", K=64, ctas=1, **_ROUNDS),
     "hopper rs, rounded once behind the last MMA": Case("rs", "hopper", ctas=1_000, **_ROUNDS),
     "hopper ar": Case("ar", "hopper", rows=(32, 32, 41), comm_rows=0),
+    "hopper ar, exchanged": Case("ar", "hopper", transport="exchange", K=64),
     "hopper backward by SM": Case(
         "backward", "hopper", rows=(32, 32, 32), layout="nn", transport="sm"
     ),

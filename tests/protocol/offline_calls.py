@@ -152,7 +152,8 @@ PLANS |= {
 }
 for _strategy, _plan in WITH_TILES.items():
     PLANS[f"{_strategy} gemm_ar"] = _plan
-PLANS["hopper gemm_ar, by SM"] = replace(PLANS["hopper gemm_ar"], transport="sm")
+for _way, _how in (("by SM", "sm"), ("exchanged", "exchange")):
+    PLANS[f"hopper gemm_ar, {_way}"] = replace(PLANS["hopper gemm_ar"], transport=_how)
 low_latency.default_plan = lambda problem: FEW
 for _layer in ("column layer", "row layer", "column layer, evaluated", "row layer, evaluated"):
     PLANS[f"hopper {_layer}"] = Plan("hopper", tile=TILE)

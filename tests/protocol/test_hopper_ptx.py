@@ -180,6 +180,10 @@ AWAITED = r"ld\.global\.gpu\.acquire"
         ("gemm_rs sm", check_counted, WARPS, "no CTA barrier between the count"),
         ("gemm_ar copy_engine", check_sent, COMPLETE, "not complete"),
         ("gemm_ar sm", check_counted, COUNT, "not counted"),
+        ("gemm_exchange", check_sent, COMPLETE, "not complete"),
+        ("gemm_exchange", check_sent, FENCE, "not fenced"),
+        ("gemm_exchange", check_counted, COUNT, "not counted"),
+        ("gemm_exchange", check_counted, WARPS, "no CTA barrier between the count"),
         ("signalled", check_sent, COMPLETE, "not complete"),
         ("signalled", check_sent, FENCE, "not fenced"),
         ("signalled", check_sent, WARPS, "no CTA barrier"),
@@ -230,7 +234,10 @@ def test_a_fetched_tile_is_read_by_all_before_it_is_given_back(compiled):
 
 @pytest.mark.parametrize(
     ("kernel", "workers"),
-    [(name, [1, 1, 2, 8]) for name in ("gemm_rs", "gemm_ar", "signalled", "a2a_gemm", "gemm_a2a")]
+    [
+        (name, [1, 1, 2, 8])
+        for name in ("gemm_rs", "gemm_ar", "gemm_exchange", "signalled", "a2a_gemm", "gemm_a2a")
+    ]
     + [("ag_gemm", [4, 1, 2, 1, 4])],
 )
 def test_partitions_and_their_warps(compiled, kernel, workers):

@@ -73,6 +73,7 @@ CALLS = {
     "low_latency backward": [*GATHER, "launch", "copy", "launch", "torch", *JOIN],
     "hopper gemm_ar": [*FORK, "launch", "wait", *PUSH, "write", *JOIN],
     "hopper gemm_ar, by SM": ["launch"],
+    "hopper gemm_ar, exchanged": ["launch", "launch"],
     "fused gemm_ar": ["launch", "launch", *GATHER, "copy", "launch", "torch", *JOIN],
     "pipelined gemm_ar": [
         "torch", *FORK, *PUSH, "torch", *FORK, "write", "launch", *JOIN,

@@ -29,7 +29,9 @@ CHECKS = {
     "wait_sources": [check_bounded, check_gives_up],
     "rank_barrier": [check_bounded, check_gives_up],
 }
-HOPPER = {"ag_gemm", "gemm_rs", "gemm_ar", "signalled", "a2a_gemm", "gemm_a2a"}
+HOPPER = {
+    "ag_gemm", "gemm_rs", "gemm_ar", "gemm_exchange", "signalled", "a2a_gemm", "gemm_a2a",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])

@@ -42,8 +42,8 @@ _MODULES = (
     "kernels.few_rows.gemv_ar", "kernels.few_rows.ag_gemv",
     *(f"kernels.hopper.{name}" for name in (
         "signals", "tile_order", "split_k", "scheduler", "ring", "roles", "epilogue",
-        "stored_tiles", "gathered_rows", "gathered_sums", "ag_gemm", "gemm_rs", "split_tiles",
-        "config", "gemm", "signalled_gemm", "handed_tiles",
+        "stored_tiles", "gathered_rows", "gathered_sums", "exchanged_tiles", "ag_gemm", "gemm_rs",
+        "gemm_exchange", "split_tiles", "config", "gemm", "signalled_gemm", "handed_tiles",
     )),
     "kernels.experts.a2a_gemm", "kernels.experts.weights", "kernels.experts.hopper_routes",
     "kernels.experts.hopper_rows", "kernels.experts.hopper_a2a_gemm",

@@ -38,6 +38,7 @@ from flux_megatron.kernels.hopper.epilogue import (
     move_tiles,
     new_staging_tile,
 )
+from flux_megatron.kernels.hopper.exchanged_tiles import ExchangedTargets
 from flux_megatron.kernels.hopper.gathered_sums import NOT_GATHERING, Gathering, GatheringTargets
 from flux_megatron.kernels.hopper.ring import mma_layout, new_ring
 from flux_megatron.kernels.hopper.roles import multiply, produce
@@ -155,6 +156,7 @@ class SummedTiles:
 class RsConfig(Config):
     BY_SM: bool
     CHUNKS: int
+    RANKS: int = 1  # more: all tiles go to all ranks, x has the rows of one
 
 
 # no number compiles a kernel of its own
@@ -175,7 +177,12 @@ def hopper_gemm_rs_kernel(
     BLOCK_N: gl.constexpr = y_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
     layout: gl.constexpr = mma_layout(BLOCK_N, CONFIG.NUM_WARPS)
-    sizes = Sizes(rank, M_shard, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K)
+    owner = rank
+    if CONFIG.RANKS > 1:
+        owner = rank - rank  # of all tiles: 0 of one
+    sizes = Sizes(
+        owner, M_shard, N, K, CONFIG.WORLD_SIZE, CONFIG.GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K
+    )  # fmt: skip
     cuts = (cut_1, cut_2, cut_3)
     tiles = WorkTiles(work_tiles, gl.num_programs(0), first_part, parts, cuts, True)
     signals = Signals(pad, status, epoch, timeout_ns)
@@ -198,6 +205,11 @@ def hopper_gemm_rs_kernel(
         targets = GatheringTargets(
             targets, tiles_comm, gathered_desc, gathered_pointers, gather_pads, sums_there, result,
             drawn, M,
+        )  # fmt: skip
+    if CONFIG.RANKS > 1:
+        targets = ExchangedTargets(
+            y_desc, received_pointers, pad_pointers, counters, pad, tiles_comm, rank, epoch,
+            CONFIG.RANKS,
         )  # fmt: skip
     fence_async_shared()  # TMA arrives at some of the barriers
     gl.warp_specialize(
