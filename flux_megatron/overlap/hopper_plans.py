@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
@@ -46,6 +47,7 @@ K_PARTS = 4
 PART_COLUMNS_MIN = 512
 
 
+@lru_cache(maxsize=1024)  # a choice asks twice
 def default_plan(problem: Problem) -> Plan:
     """Large communication tiles, and groups of 16 rows of tiles, narrow where their waves are."""
     if problem.spec.gathers:
