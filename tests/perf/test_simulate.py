@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
@@ -49,6 +50,19 @@ def test_what_is_printed_does_not_depend_on_the_order_of_hashes(name, monkeypatc
 def test_json_to_stdout_is_all_that_is_printed():
     done = CliRunner().invoke(app, ["simulate", PCIE, "--json", "-"])
     assert [*json.loads(done.stdout)["arms"]] == ["megatron", "te", "flux"]
+
+
+@pytest.mark.parametrize(("tp", "tokens"), [(2, 2048), (4, 8192), (8, 16384)])
+def test_the_page_has_what_is_predicted_for_a_width(tp, tokens):
+    """The row of a model that the page's command names."""
+    page = (Path(__file__).parents[2] / "docs/reference/cost_model.md").read_text()
+    (command,) = re.findall(r"^flux-megatron (simulate .*)$", page, re.MULTILINE)
+    (row,) = [line for line in page.splitlines() if line.startswith("| Qwen3-32B")]
+    printed = row.split("|")[2 + (2, 4, 8).index(tp)].split(", ")
+    words = command.replace("--tp 8", f"--tp {tp}").replace("16384", str(tokens)).split()
+    found = json.loads(CliRunner().invoke(app, [*words, "--json", "-"]).stdout)
+    at = (2048, 4096, 8192, 16384).index(tokens)
+    assert float(printed[at]) == round(found["speedups"]["flux"], 2)
 
 
 def test_arms_and_values_can_be_chosen():
