@@ -206,6 +206,19 @@ def test_what_an_arm_is_built_of_must_be_there(monkeypatch):
         assert found(subject, Wanted(packages=(need,))).status == "missing"
 
 
+def test_frameworks_are_found_and_how_to_switch_us_on(monkeypatch):
+    docs = Path(__file__).parents[1] / "docs"
+    known = {"megatron-bridge": "0.6.2", "transformers": "5.24.0"}
+    monkeypatch.setattr(packages, "version_of", known.get)
+    found = {one.subject: one.text for one in packages.frameworks(Wanted())}
+    assert found.keys() == known.keys()
+    assert found["megatron-bridge"].startswith("0.6.2; overlaps with FLUX_MEGATRON_ENABLE=1")
+    assert "in_transformers()" in found["transformers"]
+    for words in ("FLUX_MEGATRON_ENABLE=1", "in_transformers()", "torchtitan"):
+        pages = [(docs / name).read_text() for name in ("frameworks.md", "pytorch.md")]
+        assert any(words in page for page in pages), f"no page has {words}"
+
+
 def test_failing_probe_does_not_silence_the_others(monkeypatch):
     def broken(wanted: Wanted) -> list[Finding]:
         raise OSError("no such device")

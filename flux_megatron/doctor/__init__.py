@@ -121,5 +121,6 @@ def _line(finding: Finding) -> str:
 PROBES: tuple[Callable[[Wanted], Any], ...] = (
     packages.python, packages.torch, packages.triton, machine.gpus, machine.shared_memory,
     packages.megatron, packages.megatron_imports, packages.data_set_helper, machine.variables,
-    packages.other_packages, machine.connections, calls.kernels, calls.driver_calls, calls.plans,
+    packages.other_packages, packages.frameworks, machine.connections, calls.kernels,
+    calls.driver_calls, calls.plans,
 )  # fmt: skip

@@ -25,6 +25,15 @@ from flux_megatron.versions.triton import TRITON
 APEX = "fused_weight_gradient_mlp_cuda"
 SCRIPT = "pretrain_gpt.py"
 HELPER_NEEDS = ("make", "g++", "python3", "python3-config")
+# how our layers come into each framework's models; docs/frameworks.md and pytorch.md have the rest
+_BY_VARIABLE = "FLUX_MEGATRON_ENABLE=1 in its workers"
+FRAMEWORKS = {
+    "megatron-bridge": f"{_BY_VARIABLE}, or replace() in a pre-wrap hook",
+    "verl": _BY_VARIABLE,
+    "nemo-rl": _BY_VARIABLE,
+    "torchtitan": "its operations in place of its own, by lines to paste",
+    "transformers": "nn.in_transformers() before from_pretrained(tp_plan=...)",
+}
 
 
 def python(wanted: Wanted) -> Iterator[Finding]:
@@ -173,3 +182,10 @@ def other_packages(wanted: Wanted) -> Iterator[Finding]:
                 yield Finding(
                     name, "missing", "not installed", "pip install 'flux-megatron[train]'"
                 )
+
+
+def frameworks(wanted: Wanted) -> Iterator[Finding]:
+    """Those that are here, and how a user switches us on there."""
+    for name, how in FRAMEWORKS.items():
+        if (version := version_of(name)) is not None:
+            yield Finding(name, "ok", f"{version}; overlaps with {how}")
