@@ -151,6 +151,26 @@ def test_keys_of_questions_are_taken_back(rank):
     assert len(counts) == 1, counts
 
 
+@on_cpu_ranks(4)
+def test_requests_of_a_question_do_not_grow_with_the_ranks(rank):
+    """All ranks of a job have one server."""
+    agreement = workspace(dist.group.WORLD, here()).agreement
+    requests = []
+
+    class Counted:
+        def __init__(self, store):
+            self._store = store
+
+        def __getattr__(self, name):
+            requests.append(name)
+            return getattr(self._store, name)
+
+    agreement.confirm("a question, so that there is one to take back")
+    agreement._store = Counted(agreement._store)
+    agreement.confirm("a question")
+    assert requests == ["set", "set", "wait", "multi_get", "delete_key"]
+
+
 @on_device_ranks(2)
 def test_a_decision_that_was_dropped_asks_nobody(rank):
     """Whether a call asks the other ranks: for the first time, again, and when it was dropped:

@@ -1,9 +1,12 @@
 """A Slurm of our own on this machine: one slurmctld, and a slurmd for each pretended node.
 
 Needs Debian's slurm-wlm (scripts/slurm_install.sh), whose slurmd can run several times on one
-host, and nothing else: no root, no munge, no cgroups, no systemd, no host name that resolves. Jobs
-run in the partition `cpu`. The nodes of the partition `gpu` are rented ones that never start
-("cloud"): Slurm plans jobs for them (`sbatch --test-only`) as for any other.
+host, and nothing else: no root, no munge, no cgroups, no systemd, no host name that resolves. Its
+files may also lie in a folder of their own whose bin/ is on PATH, with plugins in lib/plugins.
+
+Nodes without GPUs are in the partition `cpu`. Beside them the partition `gpu` has rented ones that
+never start ("cloud"): Slurm plans jobs for them (`sbatch --test-only`) as for any other. Nodes with
+GPUs of this machine are in the partition `gpu`, alone.
 """
 
 from __future__ import annotations
@@ -11,14 +14,14 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 POLL_S = 0.1
 CALL_S = 60  # for one command; Slurm's own timeouts are shorter
@@ -26,6 +29,7 @@ PATH = f"{os.environ['PATH']}:/usr/sbin"  # Debian's daemons; not on every user'
 # Of a job that was queued again. A start in the second in which its last one was ended is refused:
 # slurmd tells starts apart by whole seconds ("Job credential revoked", 22.05, on two busy cores).
 SOON = "StartTime=now+2"
+OF_A_NODE = Path(__file__).parent / "of_a_node"
 FOREIGN = ("SLURM_", "SBATCH_", "SRUN_")
 
 CONFIGURATION = """
@@ -42,6 +46,7 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
+TaskProlog={folder}/prolog.sh
 MpiDefault=none
 KillWait=2
 MinJobAge=3600
@@ -53,10 +58,14 @@ SlurmdParameters=config_overrides
 GresTypes=gpu
 SuspendProgram=/bin/true
 ResumeProgram=/bin/true
-NodeName=cpu[1-{cpu_nodes}] NodeAddr=127.0.0.1 Port=[{cpu_ports}] CPUs=4
-NodeName=gpu[1-{gpu_nodes}] CPUs=128 RealMemory=2000000 Gres=gpu:8 State=CLOUD
-PartitionName=cpu Nodes=cpu[1-{cpu_nodes}] Default=YES
-PartitionName=gpu Nodes=gpu[1-{gpu_nodes}]
+NodeName={kind}[1-{count}] NodeAddr=127.0.0.1 Port=[{ports}] CPUs={cpus}{gres}
+PartitionName={kind} Nodes={kind}[1-{count}] Default=YES
+{further}
+"""
+
+RENTED = """
+NodeName=gpu[1-16] CPUs=128 RealMemory=2000000 Gres=gpu:8 State=CLOUD
+PartitionName=gpu Nodes=gpu[1-16]
 """
 
 # slurmd insists on knowing of what kind cgroups are, though nothing here uses them; the kind that
@@ -72,37 +81,63 @@ def why_unavailable() -> str | None:
 
 
 class SlurmCluster:
-    """Nodes cpu1 to cpu3 of 4 CPUs, whatever this machine has, and gpu1 to gpu16 of 8 GPUs."""
+    """Nodes cpu1 to cpu3 of 4 CPUs, whatever this machine has, and gpu1 to gpu16 of 8 GPUs.
 
-    nodes: ClassVar = {"cpu": 3, "gpu": 16}  # of each partition
+    With `gpus`, files such as /dev/nvidia0 for each node, the nodes are gpu1, gpu2 and so on, and a
+    job sees those alone. What runs on a node takes it for a machine of its own if `apart`.
+    """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        count: int = 3,
+        cpus: int = 4,
+        gpus: Sequence[Sequence[str]] = (),
+        apart: bool = False,
+    ) -> None:
         self.folder, self.daemons = folder, list[subprocess.Popen[bytes]]()
+        self._hastened: set[tuple[str, str]] = set()  # restarts of jobs
+        self.kind, self.count = ("gpu", len(gpus)) if gpus else ("cpu", count)
+        self.nodes = {"gpu": 16} | {self.kind: self.count}  # of each partition
         (folder / "state").mkdir(parents=True)
-        controller_port, *cpu_ports = _free_ports(1 + self.nodes["cpu"])
+        controller_port, *ports = _free_ports(1 + self.count)
         self.file = folder / "slurm.conf"
         text = CONFIGURATION.format(
             folder=folder,
             user=pwd.getpwuid(os.getuid()).pw_name,
             controller_port=controller_port,
-            cpu_ports=",".join(map(str, cpu_ports)),
-            cpu_nodes=self.nodes["cpu"],
-            gpu_nodes=self.nodes["gpu"],
+            kind=self.kind,
+            count=self.count,
+            ports=",".join(map(str, ports)),
+            cpus=cpus,
+            gres=f" Gres=gpu:{len(gpus[0])}" if gpus else "",
+            further="" if gpus else RENTED,
         )
-        self.file.write_text(text)
-        (folder / "cgroup.conf").write_text(CGROUPS)
         # without the variables of a Slurm job that we may run in ourselves
         ours = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
         self.environment = ours | {"PATH": PATH, "SLURM_CONF": str(self.file)}
+        self.slurmd = ["slurmd", "-D"]
+        prefix = Path(shutil.which("slurmd", path=PATH) or "/").parent.parent
+        if (prefix / "lib" / "plugins").is_dir():
+            text += f"PluginDir={prefix}/lib/plugins\n"
+            self.slurmd += ["-d", f"{prefix}/bin/slurmstepd"]
+        self.file.write_text(text)
+        (folder / "cgroup.conf").write_text(CGROUPS)
+        of_nodes = [f"NodeName=gpu{n} Name=gpu File={','.join(g)}\n" for n, g in enumerate(gpus, 1)]
+        (folder / "gres.conf").write_text("AutoDetect=off\n" + "".join(of_nodes))
+        self.tells = folder / "ranks"
+        self.tells.mkdir()
+        (folder / "prolog.sh").write_text(self._prolog(gpus, apart))
+        (folder / "prolog.sh").chmod(0o755)
 
     def __enter__(self) -> SlurmCluster:
         try:
             self._start("slurmctld", "slurmctld", "-D")
-            for number in range(1, self.nodes["cpu"] + 1):
-                name = f"cpu{number}"
+            for number in range(1, self.count + 1):
+                name = f"{self.kind}{number}"
                 (self.folder / name).mkdir()
-                self._start(name, "slurmd", "-D", "-N", name)
-            self.wait_for(self._cpu_nodes_are_idle, 30, "nodes to be idle")
+                self._start(name, *self.slurmd, "-N", name)
+            self.wait_for(self._nodes_are_idle, 30, "nodes to be idle")
         except BaseException:
             self.stop()
             raise
@@ -129,6 +164,22 @@ class SlurmCluster:
         words = self.run("scontrol", "--oneliner", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
+    def outcome(self, job: str) -> str:
+        """Its state and how often it was queued again: "COMPLETED 1". A job that was queued again
+        starts soon, not in Slurm's two minutes.
+        """
+        fields = self.fields(job)
+        state, restarts = fields["JobState"], fields["Restarts"]
+        waits = state == "PENDING" and fields["Reason"] == "BeginTime"
+        if waits and (job, restarts) not in self._hastened:
+            self._hastened.add((job, restarts))
+            self.call("scontrol", "update", f"JobId={job}", SOON)
+        return f"{state} {restarts}"
+
+    def processes(self, *words: str) -> list[int]:
+        """Of this Slurm's jobs, those with these words, as "RANK=1", in their environment."""
+        return _processes_with(f"SLURM_CONF={self.file}", *words)
+
     def wait_for(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Until `done()`. `AssertionError` with the daemons' logs when it takes longer."""
         deadline = time.monotonic() + timeout_s
@@ -148,16 +199,30 @@ class SlurmCluster:
         """End the daemons and every process of every job; all carry our SLURM_CONF."""
         for daemon in self.daemons:
             daemon.terminate()
-        mark = f"\0SLURM_CONF={self.file}\0".encode()
         for number in (signal.SIGTERM, signal.SIGKILL):
             deadline = time.monotonic() + 5
-            while time.monotonic() < deadline and (left := _processes_with(mark)):
+            while time.monotonic() < deadline and (left := self.processes()):
                 for process in left:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process, number)
                 time.sleep(POLL_S)
         for daemon in self.daemons:
             daemon.wait(timeout=10)
+
+    def _prolog(self, gpus: Sequence[Sequence[str]], apart: bool) -> str:
+        """What it prints are variables of every task. Slurm numbers a node's GPUs from 0, where no
+        cgroup hides the others.
+        """
+        lines = ["#!/bin/sh", "case $SLURMD_NODENAME in"]
+        for number, files in enumerate(gpus, 1):
+            numbers = ",".join(re.findall(r"\d+$", file)[0] for file in files)
+            lines.append(f"gpu{number}) echo export CUDA_VISIBLE_DEVICES={numbers} ;;")
+        lines.append("esac")
+        if apart:
+            ours = f"{OF_A_NODE}:{self.environment.get('PYTHONPATH', '')}"
+            lines += [f'echo "export PYTHONPATH={ours}"', f"echo export RANKS_TELL={self.tells}"]
+            lines.append("echo export NCCL_HOSTID=$SLURMD_NODENAME")
+        return "\n".join([*lines, ""])
 
     def _start(self, name: str, *command: str) -> None:
         # dies with us, however we die
@@ -169,11 +234,13 @@ class SlurmCluster:
                 )
             )
 
-    def _cpu_nodes_are_idle(self) -> bool:
+    def _nodes_are_idle(self) -> bool:
         for daemon in self.daemons:
             assert daemon.poll() is None, f"{daemon.args} ended\n{self.logs()}"
-        queried = self.call("sinfo", "--noheader", "--Node", "--partition=cpu", "--format=%T")
-        return queried.stdout.split() == ["idle"] * self.nodes["cpu"]
+        queried = self.call(
+            "sinfo", "--noheader", "--Node", f"--partition={self.kind}", "--format=%T"
+        )
+        return queried.stdout.split() == ["idle"] * self.count
 
 
 def _free_ports(count: int) -> list[int]:
@@ -184,11 +251,11 @@ def _free_ports(count: int) -> list[int]:
         return [probe.getsockname()[1] for probe in probes]
 
 
-def _processes_with(mark: bytes) -> list[int]:
-    """Processes of this user, but not this one, whose environment has `mark`."""
-    found = []
+def _processes_with(*words: str) -> list[int]:
+    """Processes of this user, but not this one, whose environment has these, from the oldest on."""
+    found, marks = [], {word.encode() for word in words}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # ended, or another user's
-            if mark in b"\0" + (folder / "environ").read_bytes():
+            if marks <= {*(folder / "environ").read_bytes().split(b"\0")}:
                 found.append(int(folder.name))
-    return [process for process in found if process != os.getpid()]
+    return sorted({*found} - {os.getpid()})

@@ -1,0 +1,275 @@
+"""Jobs of `flux-megatron launch` in a Slurm whose nodes are parts of this machine.
+
+    python tests/slurm/on_one_machine.py WHAT OUT --megatron-lm CHECKOUT [--gpus 1] [OPTIONS]
+
+WHAT is one of
+
+    arms    two rounds of stock and ours, and what `flux-megatron results` says of them
+    faults  one arm: a rank is killed, its node drained, the time limit comes near
+    ranks   stock and ours on 2, 8, 32 and 128 ranks of the CPU: what grows with their number
+
+OPTIONS go to `flux-megatron launch`; `--set parallel.tp=2` and its like choose the layout. Rows go
+to OUT/rows.jsonl, runs into OUT too. Each node takes itself for a machine of its own, so ranks of
+two nodes meet through sockets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+import torch
+from slurm_cluster import SlurmCluster
+
+ON_CPU = "cpu/tiny-pretrain_gpt"
+ON_GPUS = str(Path(__file__).with_name("gpu_nodes.yaml"))
+# of the job whose checkpoints are written: on GPUs 0.7 GB each
+SMALL = "hidden=1024 heads=8 kv_heads=8 ffn=4096 layers=2 vocab=8192 seq_length=1024"
+LAYOUTS = {2: (2, 1, 1), 4: (4, 1, 1), 8: (8, 1, 1), 16: (8, 1, 2), 32: (8, 2, 2), 128: (8, 8, 2)}
+LINE = re.compile(r"\[(\S+ \S+)\] iteration +(\d+)/.*iteration \(ms\): ([\d.]+).*lm loss: (\S+)")
+
+
+class Session:
+    """A cluster, and the jobs that are launched in it."""
+
+    def __init__(self, slurm: SlurmCluster, given: argparse.Namespace) -> None:
+        self.slurm, self.given, self.out = slurm, given, given.out
+        self.slurm_version = slurm.run("slurmctld", "-V").split()[-1]
+
+    def submit(self, name: str, *options: str) -> Job:
+        run = self.out / name
+        experiment = ON_GPUS if self.given.gpus else ON_CPU
+        words = ["launch", self.given.experiment or experiment, "--submit", "--run-dir", str(run)]
+        words += ["--megatron-lm", str(self.given.megatron_lm.resolve())]
+        done = self.slurm.call(
+            sys.executable, "-m", "flux_megatron.cli", *words, *options, *self.given.options
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return Job(self, run, done.stdout.split()[-1])
+
+    def row(self, what: str, **values: object) -> None:
+        row = {
+            "what": what, "slurm": self.slurm_version, "torch": torch.__version__,
+            "nodes": self.slurm.count, "cpus": os.cpu_count(), "commit": self.given.commit,
+            **values,
+        }  # fmt: skip
+        print(json.dumps(row), flush=True)
+        with (self.out / "rows.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+class Job:
+    def __init__(self, session: Session, run: Path, number: str) -> None:
+        self.session, self.slurm, self.run, self.id = session, session.slurm, run, number
+
+    def reaches(self, *states: str, within_s: float = 300) -> str:
+        """Wait until its state, or its state and restarts, is one of these."""
+
+        def there() -> bool:
+            return any(word in states for word in self._now())
+
+        try:
+            self.slurm.wait_for(there, within_s, f"{states} of job {self.id}")
+        except AssertionError as error:
+            raise AssertionError(f"{self._now()}: {error}\n{self.output()}") from error
+        return self.slurm.outcome(self.id)
+
+    def _now(self) -> tuple[str, str]:
+        outcome = self.slurm.outcome(self.id)
+        return outcome, outcome.split()[0]
+
+    def output(self) -> str:
+        return "\n".join(file.read_text() for file in sorted(self.run.glob("slurm-*.out")))
+
+    def iterations(self) -> list[tuple[datetime, int, float, str]]:
+        """When each ended, its number, its ms and its loss, in the order of the log."""
+        found = [LINE.search(line) for line in self.output().splitlines()]
+        return [
+            (datetime.fromisoformat(one[1]), int(one[2]), float(one[3]), one[4])
+            for one in found
+            if one
+        ]
+
+    def trains(self, step: int, within_s: float = 300) -> None:
+        """Wait for a new line of this step or a later one."""
+        seen = len(self.iterations())
+
+        def there() -> bool:
+            self.slurm.outcome(self.id)
+            return any(one[1] >= step for one in self.iterations()[seen:])
+
+        self.slurm.wait_for(there, within_s, f"step {step} of job {self.id}:\n{self.output()}")
+
+    def ranks(self, node: str) -> list[int]:
+        """Processes of a node that torchrun has started."""
+        found = self.slurm.processes(f"SLURMD_NODENAME={node}", f"SLURM_JOB_ID={self.id}")
+        return [process for process in found if _is_rank(process)]
+
+
+def _is_rank(process: int) -> bool:
+    def environ(number: str) -> list[bytes]:
+        return Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
+
+    with contextlib.suppress(OSError):
+        parent = re.search(r"PPid:\s*(\d+)", Path(f"/proc/{process}/status").read_text())
+        ours = any(word.startswith(b"LOCAL_RANK=") for word in environ(str(process)))
+        theirs = any(word.startswith(b"LOCAL_RANK=") for word in environ(parent[1]))
+        return ours and not theirs
+    return False
+
+
+def arms(session: Session) -> None:
+    began = time.monotonic()
+    job = session.submit("arms", "--arm", "megatron", "--arm", "flux")
+    outcome = job.reaches("COMPLETED", "FAILED", within_s=session.given.limit_s)
+    print(job.output()[-6000:])
+    said = session.slurm.call(
+        sys.executable, "-m", "flux_megatron.cli", "results", str(job.run),
+        "--json", str(session.out / "results.json"),
+    )  # fmt: skip
+    print(said.stdout + said.stderr)
+    steps = [(number, ms, loss) for _, number, ms, loss in job.iterations()]
+    verdicts = re.findall(r"node \S+: .*", job.output())
+    seconds = round(time.monotonic() - began, 1)
+    session.row("arms", outcome=outcome, seconds=seconds, preflight=verdicts, steps=steps)
+
+
+def faults(session: Session) -> None:
+    """Nodes 1 and 2 train; node 3 waits, and has the GPUs of node 2."""
+    slurm, every = session.slurm, 100 if session.given.gpus else 4
+    small = [f"--set=model.{one}" for one in SMALL.split()] if session.given.gpus else []
+    second = f"{slurm.kind}2"
+    job = session.submit(
+        "faults", "--arm", "flux", f"--save-interval={every}", "--sbatch", "signal=B:USR1@60",
+        "--sbatch", "time=60", "--set", "training.steps=100000", *small,
+    )  # fmt: skip
+    job.trains(every + 1)
+    began = time.monotonic()
+    os.kill(job.ranks(second)[0], signal.SIGKILL)
+    job.reaches("PENDING 1", "RUNNING 1")
+    session.row("a rank is killed", seconds=round(time.monotonic() - began, 1))
+    job.trains(2 * every + 1)
+    slurm.run("scontrol", "update", f"NodeName={second}", "State=DRAIN", "Reason=test")
+    slurm.run("scontrol", "requeue", job.id)
+    job.reaches("RUNNING 2")
+    nodes = slurm.run("scontrol", "show", "hostnames", slurm.fields(job.id)["NodeList"]).split()
+    assert nodes == [f"{slurm.kind}1", f"{slurm.kind}3"]
+    session.row("a node is drained", nodes=nodes)
+    job.trains(3 * every + 1)
+    # Slurm rounds limits to minutes and may signal a minute early
+    used = slurm.fields(job.id)["RunTime"].split(":")
+    limit = int(used[0]) * 60 + int(used[1]) + 3
+    slurm.run("scontrol", "update", f"JobId={job.id}", f"TimeLimit={limit}")
+    began = time.monotonic()
+    job.reaches("PENDING 3", "RUNNING 3", within_s=240)
+    session.row("the time limit", limit_min=limit, seconds=round(time.monotonic() - began, 1))
+    job.trains(1)
+    slurm.run("scancel", job.id)
+    outcome = job.reaches("CANCELLED")
+    steps = [(number, ms, loss) for _, number, ms, loss in job.iterations() if number % every < 3]
+    log = re.findall(r"^\S+T\S+ (?:round|flux|queued|node).*", job.output(), re.M)
+    session.row("faults", outcome=outcome, log=log, steps=steps)
+
+
+def ranks(session: Session) -> None:
+    """One layer and two micro-batches for every rank, however many there are."""
+    for count in session.given.ranks:
+        tp, pp, dp = LAYOUTS[count]
+        nodes = -(-count // 8)
+        layout = {
+            "cluster.nodes": nodes, "cluster.gpus_per_node": count // nodes,
+            "cluster.memory_gib": 250, "parallel.tp": tp, "parallel.pp": pp, "parallel.dp": dp,
+            "model.layers": pp, "model.heads": 8, "model.kv_heads": 8,
+            "training.global_batch": 2 * dp, "training.micro_batch": 1,
+            "training.steps": 3, "training.warmup_steps": 1,
+        }  # fmt: skip
+        options = [word for key in layout.items() for word in ("--set", "{}={}".format(*key))]
+        job = session.submit(f"ranks-{count}", "--alternate", "0", *options)
+        outcome = job.reaches("COMPLETED", "FAILED", within_s=session.given.limit_s)
+        assert outcome == "COMPLETED 0", job.output()
+        starts = re.findall(r"^(\S+) (\w+), start, ", job.output(), re.M)
+        lines = job.iterations()
+        for number, (began, arm) in enumerate(starts):
+            steps = lines[3 * number : 3 * number + 3]
+            at = datetime.fromisoformat(began).replace(tzinfo=None)
+            first = (steps[0][0] - at).total_seconds() - steps[0][2] / 1000
+            told = _told(session, job, 2 * number + 1)
+            assert len(told) == count, f"{len(told)} of {count} ranks have told"
+            session.row(
+                "ranks", ranks=count, layout=f"TP {tp} x PP {pp} x DP {dp}", arm=arm,
+                start_s=round(first, 1), steps_ms=[ms for _, _, ms, _ in steps],
+                losses=[loss for *_, loss in steps],
+                store_requests=sum(one["requests"] for one in told),
+                store_bytes=sum(one["sent"] + one["received"] for one in told),
+                rss_mib=round(max(one["rss_kib"] for one in told) / 1024),
+                cpu_s=round(sum(one["cpu_s"] for one in told) / count, 1),
+            )  # fmt: skip
+    _killed_and_late(session, options, count)
+
+
+def _told(session: Session, job: Job, step: int) -> list[dict[str, float]]:
+    files = session.slurm.tells.glob(f"{job.id}.{step}.*")
+    return [json.loads(file.read_text()) for file in files]
+
+
+def _killed_and_late(session: Session, options: list[str], count: int) -> None:
+    """Of the last number of ranks: one that stands still for a while, and one that dies."""
+    long = ["--set", "training.steps=100000", "--arm", "flux", "--sbatch", "time=60"]
+    job = session.submit("late-and-killed", *options, *long)
+    job.trains(2, within_s=session.given.limit_s)
+    rank = job.ranks(f"{session.slurm.kind}{-(-count // 8)}")[-1]
+    os.kill(rank, signal.SIGSTOP)
+    time.sleep(10)
+    before = job.iterations()[-1][1]
+    os.kill(rank, signal.SIGCONT)
+    job.trains(before + 2)
+    slowest = max(ms for _, _, ms, _ in job.iterations()[1:])
+    session.row("a rank stands still for 10 s", ranks=count, slowest_ms=slowest)
+    began = time.monotonic()
+    os.kill(rank, signal.SIGKILL)
+    job.reaches("PENDING 1", "RUNNING 1")
+    seconds = round(time.monotonic() - began, 1)
+    session.row("a rank is killed", ranks=count, seconds=seconds)
+    session.slurm.run("scancel", job.id)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("what", choices=("arms", "faults", "ranks"))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--megatron-lm", type=Path, required=True)
+    parser.add_argument("--nodes", type=int, default=2, help="that train at once (arms, faults)")
+    parser.add_argument("--gpus", type=int, default=0, help="of each node; 0: on the CPU")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32, 128])
+    parser.add_argument("--experiment", help=f"by default {ON_GPUS}, or {ON_CPU} without GPUs")
+    parser.add_argument("--limit-s", type=float, default=500, help="for one job")
+    parser.add_argument("--commit", default="")
+    given, given.options = parser.parse_known_args()
+    given.out = given.out.resolve()
+    given.out.mkdir(parents=True, exist_ok=True)
+    nodes = given.nodes + (given.what == "faults")
+    if given.what == "ranks":
+        nodes = -(-max(given.ranks) // 8)
+    gpus = [
+        [f"/dev/nvidia{given.gpus * min(node, given.nodes - 1) + n}" for n in range(given.gpus)]
+        for node in range(nodes if given.gpus else 0)
+    ]
+    if given.gpus:
+        there = {"cluster.nodes": given.nodes, "cluster.gpus_per_node": given.gpus}
+        given.options += [word for key in there.items() for word in ("--set", "{}={}".format(*key))]
+    with SlurmCluster(given.out / "slurm", nodes, cpus=16, gpus=gpus, apart=True) as slurm:
+        globals()[given.what](Session(slurm, given))
+
+
+if __name__ == "__main__":
+    main()
