@@ -13,64 +13,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
-import re
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import slurm_files
+from slurm_files import PATH
+
 POLL_S = 0.1
 CALL_S = 60  # for one command; Slurm's own timeouts are shorter
-PATH = f"{os.environ['PATH']}:/usr/sbin"  # Debian's daemons; not on every user's path
 # Of a job that was queued again. A start in the second in which its last one was ended is refused:
 # slurmd tells starts apart by whole seconds ("Job credential revoked", 22.05, on two busy cores).
 SOON = "StartTime=now+2"
-OF_A_NODE = Path(__file__).parent / "of_a_node"
 FOREIGN = ("SLURM_", "SBATCH_", "SRUN_")
-
-CONFIGURATION = """
-ClusterName=test
-SlurmctldHost=localhost(127.0.0.1)
-SlurmctldPort={controller_port}
-SlurmUser={user}
-SlurmdUser={user}
-AuthType=auth/none
-CredType=cred/none
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/%n.pid
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-TaskProlog={folder}/prolog.sh
-MpiDefault=none
-KillWait=2
-MinJobAge=3600
-PropagateResourceLimits=NONE
-SchedulerType=sched/builtin
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SlurmdParameters=config_overrides
-GresTypes=gpu
-SuspendProgram=/bin/true
-ResumeProgram=/bin/true
-NodeName={kind}[1-{count}] NodeAddr=127.0.0.1 Port=[{ports}] CPUs={cpus}{gres}
-PartitionName={kind} Nodes={kind}[1-{count}] Default=YES
-{further}
-"""
-
-RENTED = """
-NodeName=gpu[1-16] CPUs=128 RealMemory=2000000 Gres=gpu:8 State=CLOUD
-PartitionName=gpu Nodes=gpu[1-16]
-"""
-
-# slurmd insists on knowing of what kind cgroups are, though nothing here uses them; the kind that
-# it would find by itself may want systemd
-CGROUPS = "CgroupPlugin=cgroup/v1\n"
 
 
 def why_unavailable() -> str | None:
@@ -99,36 +57,11 @@ class SlurmCluster:
         self._hastened: set[tuple[str, str]] = set()  # restarts of jobs
         self.kind, self.count = ("gpu", len(gpus)) if gpus else ("cpu", count)
         self.nodes = {"gpu": 16} | {self.kind: self.count}  # of each partition
-        (folder / "state").mkdir(parents=True)
-        controller_port, *ports = _free_ports(1 + self.count)
-        self.file = folder / "slurm.conf"
-        text = CONFIGURATION.format(
-            folder=folder,
-            user=pwd.getpwuid(os.getuid()).pw_name,
-            controller_port=controller_port,
-            kind=self.kind,
-            count=self.count,
-            ports=",".join(map(str, ports)),
-            cpus=cpus,
-            gres=f" Gres=gpu:{len(gpus[0])}" if gpus else "",
-            further="" if gpus else RENTED,
-        )
+        self.file, self.tells = folder / "slurm.conf", folder / slurm_files.TELLS
+        self.slurmd = slurm_files.write(folder, f"{self.kind}[1-{self.count}]", cpus, gpus, apart)
         # without the variables of a Slurm job that we may run in ourselves
         ours = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
         self.environment = ours | {"PATH": PATH, "SLURM_CONF": str(self.file)}
-        self.slurmd = ["slurmd", "-D"]
-        prefix = Path(shutil.which("slurmd", path=PATH) or "/").parent.parent
-        if (prefix / "lib" / "plugins").is_dir():
-            text += f"PluginDir={prefix}/lib/plugins\n"
-            self.slurmd += ["-d", f"{prefix}/bin/slurmstepd"]
-        self.file.write_text(text)
-        (folder / "cgroup.conf").write_text(CGROUPS)
-        of_nodes = [f"NodeName=gpu{n} Name=gpu File={','.join(g)}\n" for n, g in enumerate(gpus, 1)]
-        (folder / "gres.conf").write_text("AutoDetect=off\n" + "".join(of_nodes))
-        self.tells = folder / "ranks"
-        self.tells.mkdir()
-        (folder / "prolog.sh").write_text(self._prolog(gpus, apart))
-        (folder / "prolog.sh").chmod(0o755)
 
     def __enter__(self) -> SlurmCluster:
         try:
@@ -209,21 +142,6 @@ class SlurmCluster:
         for daemon in self.daemons:
             daemon.wait(timeout=10)
 
-    def _prolog(self, gpus: Sequence[Sequence[str]], apart: bool) -> str:
-        """What it prints are variables of every task. Slurm numbers a node's GPUs from 0, where no
-        cgroup hides the others.
-        """
-        lines = ["#!/bin/sh", "case $SLURMD_NODENAME in"]
-        for number, files in enumerate(gpus, 1):
-            numbers = ",".join(re.findall(r"\d+$", file)[0] for file in files)
-            lines.append(f"gpu{number}) echo export CUDA_VISIBLE_DEVICES={numbers} ;;")
-        lines.append("esac")
-        if apart:
-            ours = f"{OF_A_NODE}:{self.environment.get('PYTHONPATH', '')}"
-            lines += [f'echo "export PYTHONPATH={ours}"', f"echo export RANKS_TELL={self.tells}"]
-            lines.append("echo export NCCL_HOSTID=$SLURMD_NODENAME")
-        return "\n".join([*lines, ""])
-
     def _start(self, name: str, *command: str) -> None:
         # dies with us, however we die
         line = ["setpriv", "--pdeathsig", "TERM", *command]
@@ -241,14 +159,6 @@ class SlurmCluster:
             "sinfo", "--noheader", "--Node", f"--partition={self.kind}", "--format=%T"
         )
         return queried.stdout.split() == ["idle"] * self.count
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as open_until_all_are_known:
-        probes = [open_until_all_are_known.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 def _processes_with(*words: str) -> list[int]:
