@@ -94,6 +94,8 @@ def test_arms_in_turn_on_the_same_nodes(slurm, tmp_path):
     assert not (job.run / "round-1" / "megatron" / "failures").exists()
     slurm.run("scontrol", "requeue", job.id)
     job.ends("COMPLETED 3")
+    failure = (job.run / "round-1" / "megatron" / "failures").read_text()
+    assert failure.endswith("round-1/flux: ranks of cpu1 ended with code 7\n")
     starts = [(1, "megatron")] * 3 + [(1, "flux")] * 2 + [(2, "megatron"), (2, "flux")]
     assert [part for part, _ in job.trained()] == [f"round-{one}/{arm}" for one, arm in starts]
     rows = (job.run / "round-1" / "flux" / "train" / "metrics.jsonl").read_text().splitlines()
