@@ -35,6 +35,7 @@ KillWait=2
 MinJobAge=3600
 PropagateResourceLimits=NONE
 SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
