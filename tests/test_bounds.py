@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 import time
 import weakref
 from unittest import mock
@@ -20,7 +21,7 @@ from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
 
 from flux_megatron import errors, ops, settings
 from flux_megatron.problem import Plan, Tile
-from flux_megatron.symm import call_log, lru_cache
+from flux_megatron.symm import call_log, lru_cache, objects
 from flux_megatron.symm import space as spaces
 from flux_megatron.symm.channel import Channel, rounded
 from flux_megatron.symm.lru_cache import LRUCache
@@ -97,6 +98,17 @@ def test_a_rank_that_comes_to_a_growth_when_the_others_have_left_is_told(rank):
     said = ("rank 1: no answer", "rank 0: refused: no answer of rank 1 within 1 s")[rank]
     with pytest.raises(errors.ProblemMismatch, match=said):
         begins(rank, Channel, 10**6)
+
+
+@on_cpu_ranks(2, limit_s=12, environment={"FLUX_MEGATRON_TIMEOUT_S": "1"})
+def test_a_late_rank_is_named_where_a_file_is_the_store(rank):
+    agreement = workspace(dist.group.WORLD, here()).agreement
+    file = objects.broadcast(tempfile.mkstemp()[1], dist.group.WORLD)
+    agreement._store = dist.FileStore(file, 2)
+    time.sleep(3 * rank)
+    said = ("rank 1: no answer", "rank 0: refused: no answer of rank 1 within 1 s")[rank]
+    with pytest.raises(errors.ProblemMismatch, match=said):
+        agreement.confirm("a question")
 
 
 @on_device_ranks(2, environment={"FLUX_MEGATRON_TIMEOUT_S": "20"})

@@ -136,7 +136,7 @@ class Agreement:
         try:  # two requests, however many ranks there are: one server answers those of all
             self._store.wait(keys, datetime.timedelta(seconds=limit_s))
             published = [answer.decode() for answer in self._store.multi_get(keys)]
-        except dist.DistStoreError:
+        except RuntimeError:  # a file as store names no other when a wait has run out of time
             published = [self._read(key) for key in keys]
         if not all(published):
             reason = f"no answer of rank {published.index('')} within {limit_s:g} s"
