@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 import time
 import weakref
 from unittest import mock
@@ -20,7 +21,7 @@ from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
 
 from flux_megatron import errors, ops, settings
 from flux_megatron.problem import Plan, Tile
-from flux_megatron.symm import call_log, lru_cache
+from flux_megatron.symm import call_log, lru_cache, objects
 from flux_megatron.symm import space as spaces
 from flux_megatron.symm.channel import Channel, rounded
 from flux_megatron.symm.lru_cache import LRUCache
@@ -99,6 +100,17 @@ def test_a_rank_that_comes_to_a_growth_when_the_others_have_left_is_told(rank):
         begins(rank, Channel, 10**6)
 
 
+@on_cpu_ranks(2, limit_s=12, environment={"FLUX_MEGATRON_TIMEOUT_S": "1"})
+def test_a_late_rank_is_named_where_a_file_is_the_store(rank):
+    agreement = workspace(dist.group.WORLD, here()).agreement
+    file = objects.broadcast(tempfile.mkstemp()[1], dist.group.WORLD)
+    agreement._store = dist.FileStore(file, 2)
+    time.sleep(3 * rank)
+    said = ("rank 1: no answer", "rank 0: refused: no answer of rank 1 within 1 s")[rank]
+    with pytest.raises(errors.ProblemMismatch, match=said):
+        agreement.confirm("a question")
+
+
 @on_device_ranks(2, environment={"FLUX_MEGATRON_TIMEOUT_S": "20"})
 def test_a_new_time_limit_holds_for_shapes_that_are_known(rank):
     """It stands in the steps of programs."""
@@ -149,6 +161,26 @@ def test_keys_of_questions_are_taken_back(rank):
         counts.add(store.num_keys())
         dist.barrier()
     assert len(counts) == 1, counts
+
+
+@on_cpu_ranks(4)
+def test_requests_of_a_question_do_not_grow_with_the_ranks(rank):
+    """All ranks of a job have one server."""
+    agreement = workspace(dist.group.WORLD, here()).agreement
+    requests = []
+
+    class Counted:
+        def __init__(self, store):
+            self._store = store
+
+        def __getattr__(self, name):
+            requests.append(name)
+            return getattr(self._store, name)
+
+    agreement.confirm("a question, so that there is one to take back")
+    agreement._store = Counted(agreement._store)
+    agreement.confirm("a question")
+    assert requests == ["set", "set", "wait", "multi_get", "delete_key"]
 
 
 @on_device_ranks(2)

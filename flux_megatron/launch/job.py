@@ -104,15 +104,16 @@ class Job:
         folder = self.run / arm
         mode = self.mode if (folder / "started").exists() else "start"
         (folder / "started").touch()
-        with contextlib.suppress(FileNotFoundError):
-            (folder / "silent").unlink()
+        for name in ("silent", "failed"):
+            with contextlib.suppress(FileNotFoundError):
+                (folder / name).unlink()
         log(f"{arm}, {mode}, {len(self.nodes)} nodes, rendezvous at {self.endpoint}")
         code, stopped = self.wait(child(self.on_each_node(arm, mode, self.endpoint)), folder)
         if stopped:
             self.leave(code)
         if code:
-            reason = text(folder / "silent", f"ranks ended with code {code}")
-            self.again(code, f"{arm}: {reason}")
+            reason = text(folder / "failed", f"ranks ended with code {code}")
+            self.again(code, f"{arm}: {text(folder / 'silent', reason)}")
         (folder / "done").touch()
 
     def wait(self, ranks: "subprocess.Popen[bytes]", folder: Path) -> Tuple[int, bool]:

@@ -71,7 +71,7 @@ def _divisions(w: Workload) -> Iterator[Rule]:
 
 
 def _parallel(w: Workload) -> Iterator[tuple[bool, str, str]]:
-    """Overlap needs ranks that reach each other's memory: those of one node."""
+    """Between nodes arm flux overlaps by `signalled`, and userbuffers do not."""
     parallel, cluster, te = w.parallel, w.cluster, w.arm == "te"
     tp, per_node = parallel.tp, cluster.gpus_per_node
     degrees = f"tp {tp} x pp {parallel.pp} x dp {parallel.dp} = {parallel.world_size} GPUs"
@@ -81,8 +81,8 @@ def _parallel(w: Workload) -> Iterator[tuple[bool, str, str]]:
     yield cluster.nodes > 1 and cluster.nics is None, "cluster.nics", rule
     rule = f"{tp} and cluster.gpus_per_node, {per_node}: one must divide the other"
     yield bool(per_node % tp and tp % per_node), "parallel.tp", rule
-    rule = f"{tp} ranks span nodes of {per_node}: arm {w.arm} overlaps only within one"
-    yield w.arm != "megatron" and tp > per_node, "parallel.tp", rule
+    rule = f"{tp} ranks span nodes of {per_node}: arm te overlaps only within one"
+    yield te and tp > per_node, "parallel.tp", rule
     yield te and cluster.gpu == "cpu", "arm", "TransformerEngine needs GPUs"
     rule = "false given, true expected: arm te has nothing to overlap without it"
     yield te and not parallel.sequence_parallel, "parallel.sequence_parallel", rule

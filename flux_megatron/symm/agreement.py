@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import time
 import uuid
 from collections.abc import Callable
 
@@ -132,19 +131,17 @@ class Agreement:
         self._note()
         self._publish(text)
         number, self._number = self._number, self._number + 1
-        deadline = time.monotonic() + timeout_s(self._group)
-        published = []
-        for rank in range(self._world_size):
-            key = f"{number}/{rank}"
-            remaining_s = max(deadline - time.monotonic(), 0.01)  # a store takes 0 for no limit
-            try:
-                self._store.wait([key], datetime.timedelta(seconds=remaining_s))
-                published.append(self._store.get(key).decode())
-            except dist.DistStoreError:
-                published.append("")
-                reason = f"no answer of rank {rank} within {timeout_s(self._group):g} s"
-                # a rank that comes now must not go on alone
-                self._store.set(f"{number}/{self._rank}", _REFUSED + reason)
+        keys = [f"{number}/{rank}" for rank in range(self._world_size)]
+        limit_s = timeout_s(self._group)
+        try:  # two requests, however many ranks there are: one server answers those of all
+            self._store.wait(keys, datetime.timedelta(seconds=limit_s))
+            published = [answer.decode() for answer in self._store.multi_get(keys)]
+        except RuntimeError:  # a file as store names no other when a wait has run out of time
+            published = [self._read(key) for key in keys]
+        if not all(published):
+            reason = f"no answer of rank {published.index('')} within {limit_s:g} s"
+            # a rank that comes now must not go on alone
+            self._store.set(keys[self._rank], _REFUSED + reason)
         if number and all(published):  # every rank has read what this one said before
             self._store.delete_key(f"{number - 1}/{self._rank}")
         return published

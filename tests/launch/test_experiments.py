@@ -59,7 +59,6 @@ RULES = [
     (PAPER, {"arms.flux.training.micro_batch": 5}, "training.global_batch", "parallel.dp, 10"),
     (PAPER, {"training.warmup_steps": 30}, "training.warmup_steps", "none is left"),
     (PAPER, {"training.seed": -1}, "training.seed", "greater than or equal to 0, -1 given"),
-    (PAPER, {"parallel.tp": 16, "parallel.dp": 1}, "parallel.tp", "8: arm flux overlaps only"),
     (PAPER, {"parallel.tp": 16, "parallel.dp": 1}, "parallel.tp", "8: arm te overlaps only"),
     (CPU, {"cluster.gpus_per_node": 3, "cluster.nodes": 4, "parallel.dp": 6}, "parallel.tp",
      "one must divide the other"),

@@ -1,67 +1,34 @@
 """A Slurm of our own on this machine: one slurmctld, and a slurmd for each pretended node.
 
 Needs Debian's slurm-wlm (scripts/slurm_install.sh), whose slurmd can run several times on one
-host, and nothing else: no root, no munge, no cgroups, no systemd, no host name that resolves. Jobs
-run in the partition `cpu`. The nodes of the partition `gpu` are rented ones that never start
-("cloud"): Slurm plans jobs for them (`sbatch --test-only`) as for any other.
+host, and nothing else: no root, no munge, no cgroups, no systemd, no host name that resolves. Its
+files may also lie in a folder of their own whose bin/ is on PATH, with plugins in lib/plugins.
+
+Nodes without GPUs are in the partition `cpu`. Beside them the partition `gpu` has rented ones that
+never start ("cloud"): Slurm plans jobs for them (`sbatch --test-only`) as for any other. Nodes with
+GPUs of this machine are in the partition `gpu`, alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar
+
+import slurm_files
+from slurm_files import PATH
 
 POLL_S = 0.1
 CALL_S = 60  # for one command; Slurm's own timeouts are shorter
-PATH = f"{os.environ['PATH']}:/usr/sbin"  # Debian's daemons; not on every user's path
 # Of a job that was queued again. A start in the second in which its last one was ended is refused:
 # slurmd tells starts apart by whole seconds ("Job credential revoked", 22.05, on two busy cores).
 SOON = "StartTime=now+2"
 FOREIGN = ("SLURM_", "SBATCH_", "SRUN_")
-
-CONFIGURATION = """
-ClusterName=test
-SlurmctldHost=localhost(127.0.0.1)
-SlurmctldPort={controller_port}
-SlurmUser={user}
-SlurmdUser={user}
-AuthType=auth/none
-CredType=cred/none
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/%n.pid
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-MpiDefault=none
-KillWait=2
-MinJobAge=3600
-PropagateResourceLimits=NONE
-SchedulerType=sched/builtin
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SlurmdParameters=config_overrides
-GresTypes=gpu
-SuspendProgram=/bin/true
-ResumeProgram=/bin/true
-NodeName=cpu[1-{cpu_nodes}] NodeAddr=127.0.0.1 Port=[{cpu_ports}] CPUs=4
-NodeName=gpu[1-{gpu_nodes}] CPUs=128 RealMemory=2000000 Gres=gpu:8 State=CLOUD
-PartitionName=cpu Nodes=cpu[1-{cpu_nodes}] Default=YES
-PartitionName=gpu Nodes=gpu[1-{gpu_nodes}]
-"""
-
-# slurmd insists on knowing of what kind cgroups are, though nothing here uses them; the kind that
-# it would find by itself may want systemd
-CGROUPS = "CgroupPlugin=cgroup/v1\n"
 
 
 def why_unavailable() -> str | None:
@@ -72,25 +39,26 @@ def why_unavailable() -> str | None:
 
 
 class SlurmCluster:
-    """Nodes cpu1 to cpu3 of 4 CPUs, whatever this machine has, and gpu1 to gpu16 of 8 GPUs."""
+    """Nodes cpu1 to cpu3 of 4 CPUs, whatever this machine has, and gpu1 to gpu16 of 8 GPUs.
 
-    nodes: ClassVar = {"cpu": 3, "gpu": 16}  # of each partition
+    With `gpus`, files such as /dev/nvidia0 for each node, the nodes are gpu1, gpu2 and so on, and a
+    job sees those alone. What runs on a node takes it for a machine of its own if `apart`.
+    """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        count: int = 3,
+        cpus: int = 4,
+        gpus: Sequence[Sequence[str]] = (),
+        apart: bool = False,
+    ) -> None:
         self.folder, self.daemons = folder, list[subprocess.Popen[bytes]]()
-        (folder / "state").mkdir(parents=True)
-        controller_port, *cpu_ports = _free_ports(1 + self.nodes["cpu"])
-        self.file = folder / "slurm.conf"
-        text = CONFIGURATION.format(
-            folder=folder,
-            user=pwd.getpwuid(os.getuid()).pw_name,
-            controller_port=controller_port,
-            cpu_ports=",".join(map(str, cpu_ports)),
-            cpu_nodes=self.nodes["cpu"],
-            gpu_nodes=self.nodes["gpu"],
-        )
-        self.file.write_text(text)
-        (folder / "cgroup.conf").write_text(CGROUPS)
+        self._hastened: set[tuple[str, str]] = set()  # restarts of jobs
+        self.kind, self.count = ("gpu", len(gpus)) if gpus else ("cpu", count)
+        self.nodes = {"gpu": 16} | {self.kind: self.count}  # of each partition
+        self.file, self.tells = folder / "slurm.conf", folder / slurm_files.TELLS
+        self.slurmd = slurm_files.write(folder, f"{self.kind}[1-{self.count}]", cpus, gpus, apart)
         # without the variables of a Slurm job that we may run in ourselves
         ours = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
         self.environment = ours | {"PATH": PATH, "SLURM_CONF": str(self.file)}
@@ -98,11 +66,11 @@ class SlurmCluster:
     def __enter__(self) -> SlurmCluster:
         try:
             self._start("slurmctld", "slurmctld", "-D")
-            for number in range(1, self.nodes["cpu"] + 1):
-                name = f"cpu{number}"
+            for number in range(1, self.count + 1):
+                name = f"{self.kind}{number}"
                 (self.folder / name).mkdir()
-                self._start(name, "slurmd", "-D", "-N", name)
-            self.wait_for(self._cpu_nodes_are_idle, 30, "nodes to be idle")
+                self._start(name, *self.slurmd, "-N", name)
+            self.wait_for(self._nodes_are_idle, 30, "nodes to be idle")
         except BaseException:
             self.stop()
             raise
@@ -129,6 +97,22 @@ class SlurmCluster:
         words = self.run("scontrol", "--oneliner", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
+    def outcome(self, job: str) -> str:
+        """Its state and how often it was queued again: "COMPLETED 1". A job that was queued again
+        starts soon, not in Slurm's two minutes.
+        """
+        fields = self.fields(job)
+        state, restarts = fields["JobState"], fields["Restarts"]
+        waits = state == "PENDING" and fields["Reason"] == "BeginTime"
+        if waits and (job, restarts) not in self._hastened:
+            self._hastened.add((job, restarts))
+            self.call("scontrol", "update", f"JobId={job}", SOON)
+        return f"{state} {restarts}"
+
+    def processes(self, *words: str) -> list[int]:
+        """Of this Slurm's jobs, those with these words, as "RANK=1", in their environment."""
+        return _processes_with(f"SLURM_CONF={self.file}", *words)
+
     def wait_for(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Until `done()`. `AssertionError` with the daemons' logs when it takes longer."""
         deadline = time.monotonic() + timeout_s
@@ -148,10 +132,9 @@ class SlurmCluster:
         """End the daemons and every process of every job; all carry our SLURM_CONF."""
         for daemon in self.daemons:
             daemon.terminate()
-        mark = f"\0SLURM_CONF={self.file}\0".encode()
         for number in (signal.SIGTERM, signal.SIGKILL):
             deadline = time.monotonic() + 5
-            while time.monotonic() < deadline and (left := _processes_with(mark)):
+            while time.monotonic() < deadline and (left := self.processes()):
                 for process in left:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process, number)
@@ -169,26 +152,20 @@ class SlurmCluster:
                 )
             )
 
-    def _cpu_nodes_are_idle(self) -> bool:
+    def _nodes_are_idle(self) -> bool:
         for daemon in self.daemons:
             assert daemon.poll() is None, f"{daemon.args} ended\n{self.logs()}"
-        queried = self.call("sinfo", "--noheader", "--Node", "--partition=cpu", "--format=%T")
-        return queried.stdout.split() == ["idle"] * self.nodes["cpu"]
+        queried = self.call(
+            "sinfo", "--noheader", "--Node", f"--partition={self.kind}", "--format=%T"
+        )
+        return queried.stdout.split() == ["idle"] * self.count
 
 
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as open_until_all_are_known:
-        probes = [open_until_all_are_known.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-
-
-def _processes_with(mark: bytes) -> list[int]:
-    """Processes of this user, but not this one, whose environment has `mark`."""
-    found = []
+def _processes_with(*words: str) -> list[int]:
+    """Processes of this user, but not this one, whose environment has these, from the oldest on."""
+    found, marks = [], {word.encode() for word in words}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # ended, or another user's
-            if mark in b"\0" + (folder / "environ").read_bytes():
+            if marks <= {*(folder / "environ").read_bytes().split(b"\0")}:
                 found.append(int(folder.name))
-    return [process for process in found if process != os.getpid()]
+    return sorted({*found} - {os.getpid()})

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("jinja2", reason="needs the extra `launch`")
 
-from slurm_cluster import SOON, SlurmCluster
+from slurm_cluster import SlurmCluster
 from typer.testing import CliRunner
 
 from flux_megatron.cli import app
@@ -32,7 +32,6 @@ class Job:
     def __init__(self, slurm: SlurmCluster, folder: Path) -> None:
         self.slurm, self.folder, self.run = slurm, folder, folder / "run"
         self.id = ""
-        self.hastened: set[str] = set()  # numbers of restarts
 
     def submit(self, *options: str) -> None:
         where = pretended.put(self.folder)
@@ -71,14 +70,7 @@ class Job:
         hangs.unlink()
 
     def _outcome(self) -> str:
-        """A job that was queued again starts soon, not in Slurm's two minutes."""
-        fields = self.slurm.fields(self.id)
-        state, restarts = fields["JobState"], fields["Restarts"]
-        waits = state == "PENDING" and fields["Reason"] == "BeginTime"
-        if waits and restarts not in self.hastened:
-            self.hastened.add(restarts)
-            self.slurm.call("scontrol", "update", f"JobId={self.id}", SOON)
-        return f"{state} {restarts}"
+        return self.slurm.outcome(self.id)
 
     def output(self) -> str:
         return "\n".join(file.read_text() for file in sorted(self.run.glob("slurm-*.out")))
@@ -102,6 +94,8 @@ def test_arms_in_turn_on_the_same_nodes(slurm, tmp_path):
     assert not (job.run / "round-1" / "megatron" / "failures").exists()
     slurm.run("scontrol", "requeue", job.id)
     job.ends("COMPLETED 3")
+    failure = (job.run / "round-1" / "megatron" / "failures").read_text()
+    assert failure.endswith("round-1/flux: ranks of cpu1 ended with code 7\n")
     starts = [(1, "megatron")] * 3 + [(1, "flux")] * 2 + [(2, "megatron"), (2, "flux")]
     assert [part for part, _ in job.trained()] == [f"round-{one}/{arm}" for one, arm in starts]
     rows = (job.run / "round-1" / "flux" / "train" / "metrics.jsonl").read_text().splitlines()

@@ -5,7 +5,10 @@ docs/tests.md says what is real here and what is pretended.
 
 from __future__ import annotations
 
+import os
 import re
+import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +39,23 @@ def test_slurm_accepts_every_experiment(slurm, tmp_path):
         accepted, reason = planned(slurm, partition, job, f"--exclude={all_but_too_few}")
         assert not accepted
         assert "Requested node configuration is not available" in reason
+
+
+def test_a_node_of_this_machine_has_gpus_and_a_kernel_of_its_own(tmp_path):
+    files = [str(tmp_path / f"nvidia{number}") for number in range(2)]
+    try:
+        for file in files:
+            os.mknod(file, stat.S_IFCHR | 0o666, os.makedev(1, 3))  # what /dev/null is
+    except PermissionError:
+        pytest.skip("only root makes device files")
+    code = "import os; from flux_megatron.symm.places import machine"
+    code += "; print(machine(), os.environ['CUDA_VISIBLE_DEVICES'])"
+    with SlurmCluster(tmp_path / "slurm", gpus=[[file] for file in files], apart=True) as slurm:
+        said = slurm.run("srun", "--nodes=2", "--gpus-per-node=1", sys.executable, "-c", code)
+        assert sorted(said.splitlines()) == ["gpu1 0", "gpu2 1"]
+        two = Path(__file__).with_name("gpu_nodes.yaml")
+        accepted, nodes = planned(slurm, "gpu", written(str(two), tmp_path / "two"))
+        assert (accepted, nodes) == (True, "gpu[1-2]")
 
 
 def written(name: str, folder: Path) -> Path:
