@@ -17,6 +17,7 @@ import collections
 import contextlib
 import functools
 import sys
+import threading
 import types
 import typing
 from typing import Any
@@ -93,11 +94,19 @@ class _CpuForCuda(TorchFunctionMode):
             kwargs["pin_memory"] = False
         if function is torch.Tensor.type and len(args) == 1 and not kwargs:
             return function(*args).replace("torch.", "torch.cuda.", 1)
+        if function is torch.Tensor.cpu:
+            return args[0].clone()  # never the same memory: who offloads frees the GPU's
+        if function is torch.Tensor.to and any(map(_is_cpu, (*args[1:2], kwargs.get("device")))):
+            kwargs["copy"] = True
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
         if function is torch.Tensor.to:
             args = tuple("cpu" if _is_cuda(argument) else argument for argument in args)
         return function(*args, **kwargs)
+
+
+def _is_cpu(value: Any) -> bool:
+    return isinstance(value, (str, torch.device)) and str(value) == "cpu"
 
 
 def _is_cuda(value: Any) -> bool:
@@ -120,6 +129,19 @@ def pretend_cuda() -> None:
     tracker._get_cuda_rng_state = generator.get
     tracker._set_cuda_rng_state = generator.set
     _CpuForCuda().__enter__()
+    _in_threads()
+
+
+def _in_threads() -> None:
+    """The mode is the calling thread's: those that begin later enter it too, as Ray's of actors."""
+    thread: Any = threading.Thread
+    run = thread.run
+
+    def run_on_cpu(self: threading.Thread) -> None:
+        with _CpuForCuda():
+            run(self)
+
+    thread.run = run_on_cpu
 
 
 def pretend_gpu() -> None:
@@ -191,7 +213,8 @@ def _gloo_for_nccl() -> None:
     original = dist.init_process_group
 
     def init_process_group(backend: str | None = None, *given: Any, **named: Any) -> None:
-        original("gloo" if backend == "nccl" else backend, *given, **named)
+        # also in a list of devices, as "cpu:gloo,cuda:nccl"
+        original("gloo" if "nccl" in (backend or "") else backend, *given, **named)
 
     dist.init_process_group = init_process_group
 

@@ -98,18 +98,23 @@ def recipe(case: str, arm: str, folder: Path, about: Mapping[str, Any]) -> Any:
     return config
 
 
-def _in_small(config: Any) -> None:
-    """What needs a GPU is left out."""
-    import torch
+def provider_in_small(model: Any) -> None:
+    """A provider of local layers, without what needs a GPU."""
     from megatron.bridge.models.gpt_provider import local_layer_spec
-    from megatron.bridge.training.mixed_precision import MixedPrecisionConfig
 
-    model = config.model
     model.transformer_impl, model.transformer_layer_spec = "local", local_layer_spec
     model.cross_entropy_loss_fusion = model.gradient_accumulation_fusion = False
     model.masked_softmax_fusion = model.apply_rope_fusion = model.bias_dropout_fusion = False
-    model.persist_layer_norm = config.optimizer.use_precision_aware_optimizer = False
-    model.use_cpu_initialization = True
+    model.persist_layer_norm, model.use_cpu_initialization = False, True
+
+
+def _in_small(config: Any) -> None:
+    """What needs a GPU is left out."""
+    import torch
+    from megatron.bridge.training.mixed_precision import MixedPrecisionConfig
+
+    provider_in_small(config.model)
+    config.optimizer.use_precision_aware_optimizer = False
     config.mixed_precision = MixedPrecisionConfig(
         fp32=True, params_dtype=torch.float32, pipeline_dtype=torch.float32
     )
