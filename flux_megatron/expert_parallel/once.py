@@ -1,0 +1,245 @@
+"""Experts to whom a token travels once a rank, not once an expert.
+
+`route` tells all ranks what each token has chosen. `send` brings x [T, K] to each rank that has an
+expert of the token and spreads it there over rows sorted by expert. `give_back` adds up a token's
+rows on each rank, in fp32 and in the order of experts, rounds, and adds up ranks in their order.
+Each of the two is the other's backward. GEMMs and what lies between them are local; rows are
+multiplied by their weights there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+
+from flux_megatron.dispatch import refuse
+from flux_megatron.expert_parallel.separate import Wgrad, _whole, plain_wgrad
+from flux_megatron.kernels import launch
+from flux_megatron.kernels.experts import token_call
+from flux_megatron.kernels.experts.token_call import Routes
+from flux_megatron.kernels.experts.weights import ExpertWeights
+from flux_megatron.overlap import transfer
+from flux_megatron.overlap.phase import phase
+from flux_megatron.symm.channel import Call
+from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.workspace import workspace
+
+# the channels of a workspace
+ROUTES, SEND, GIVE_BACK = "token routes", "tokens sent", "tokens given back"
+
+
+def refuses(x: Tensor, space: Workspace) -> str | None:
+    """Why tokens cannot travel once, or None."""
+    if reason := space.unavailable or launch.supports_tensors(x.dtype, x.device.type):
+        return reason
+    if space.world_size > 31:
+        return f"{space.world_size} ranks, at most 31 expected"
+    if x.device.type == "cpu":
+        return None
+    if x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device)[0] != 9:
+        return "the library's grouped GEMM takes only bfloat16 on Hopper"
+    return None
+
+
+def route(
+    chosen: Tensor, weights: Tensor, group: ProcessGroup, *, topk: int, capacity: int,
+    reverse: bool = False,
+) -> tuple[Routes, Tensor]:  # fmt: skip
+    """The routes of all ranks' tokens, and the weight of each row here, fp32 [capacity].
+
+    | tensor | shape on each rank (R = world size) |
+    | --- | --- |
+    | chosen | bool [T, R E], at most `topk` of a token; T the same on all ranks |
+    | weights | [T, R E], differentiable, of any floating dtype |
+
+    Rows are sorted by (expert, source rank, token), with `reverse` the last expert's first.
+    `capacity` bounds the rows of a rank. `CapacityExceeded` on every rank where more come or a token
+    has chosen more, at the next call or check on GPUs.
+    """
+    space = workspace(group, chosen.device)
+    return _Route.apply(weights, chosen.contiguous(), space, topk, capacity, reverse)
+
+
+def send(x: Tensor, routes: Routes, group: ProcessGroup) -> Tensor:
+    """Rows [capacity, K] of x [T, K] of all ranks. What lies behind those that came is undefined."""
+    return _Send.apply(x.contiguous(), routes, workspace(group, x.device))
+
+
+def give_back(rows: Tensor, routes: Routes, group: ProcessGroup) -> Tensor:
+    """y [T, N]: the sum of each token's rows [capacity, N] on all ranks."""
+    return _GiveBack.apply(rows.contiguous(), routes, workspace(group, rows.device))
+
+
+def multiply(
+    rows: Tensor, parameters: Sequence[Tensor], routes: Routes, wgrad: Wgrad | None = None
+) -> Tensor:
+    """Each expert's rows times its parameter [N, K], of which the first is that of the first rows;
+    `wgrad` makes or keeps dw.
+    """
+    return _Multiply.apply(rows, routes, wgrad or plain_wgrad, *parameters)
+
+
+class _Open(NamedTuple):
+    """A call of a channel between its begin and its end."""
+
+    space: Workspace
+    call: Call
+
+    def close(self) -> None:
+        self.space.end(self.call)
+
+
+def _begin(space: Workspace, channel: str, what: str, size_bytes: int) -> _Open:
+    """`what` is the same on all ranks; they are asked once for each new kind of call."""
+    space.check()
+    if (key := (channel, what)) not in space.agreed:
+        space.agreement.confirm(f"{channel} {what}")
+        space.agreed[key] = True
+    space.note(f"{channel} {what}")
+    return _Open(space, transfer.begin(space, channel, size_bytes))
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, weights: Tensor, chosen: Tensor, space: Workspace, topk: int, capacity: int,
+        reverse: bool,
+    ) -> tuple[Routes, Tensor]:  # fmt: skip
+        if error := _error(weights, chosen, space, topk, capacity):
+            refuse(f"route: {error}", space.group, space.device)
+        with space.guard(), phase("exchange of routes"):
+            opened = _open_routes(space, chosen, topk)
+            routes, of_rows = token_call.exchange(
+                opened.call, chosen, weights.contiguous(), topk, capacity, reverse
+            )
+            opened.close()
+        ctx.space, ctx.routes, ctx.topk = space, routes, topk
+        ctx.save_for_backward(weights)
+        return routes, of_rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Any, gradients: Tensor):
+        (weights,) = ctx.saved_tensors
+        with ctx.space.guard(), phase("gradients of weights"):
+            opened = _open_routes(ctx.space, ctx.routes.chosen, ctx.topk)
+            found = token_call.return_gradients(
+                opened.call, gradients.contiguous(), ctx.routes, weights
+            )
+            opened.close()
+        return found, *(None,) * 5
+
+
+def _open_routes(space: Workspace, chosen: Tensor, topk: int) -> _Open:
+    tokens, experts = len(chosen), chosen.shape[1] // space.world_size
+    what = f"T={tokens} E={experts} top {topk} over {space.world_size} ranks"
+    size = token_call.header_bytes(space.world_size, experts, tokens)
+    return _begin(space, ROUTES, what, size)
+
+
+def _error(
+    weights: Tensor, chosen: Tensor, space: Workspace, topk: int, capacity: int
+) -> str | None:
+    if chosen.dtype != torch.bool or chosen.dim() != 2 or chosen.shape[1] % space.world_size:
+        return f"chosen {list(chosen.shape)} {chosen.dtype} given, bool [T, ranks * experts] expected"
+    if weights.shape != chosen.shape or not len(chosen):
+        return f"weights {list(weights.shape)} and chosen {list(chosen.shape)} given, equal expected"
+    if not 0 < capacity < 2**31 or topk < 1:
+        return f"capacity {capacity} and topk {topk} given, at least 1 expected"
+    return refuses(weights.new_empty(0, dtype=torch.bfloat16 if weights.is_cuda else torch.float32),
+                   space)  # fmt: skip
+
+
+def _open_rows(space: Workspace, channel: str, rows: Tensor, routes: Routes) -> _Open:
+    sizes = space.world_size, routes.tokens, rows.shape[1]
+    what = f"T={sizes[1]} columns={sizes[2]} slots={routes.slots} {rows.dtype}"
+    size = token_call.region_bytes(*sizes, rows.element_size())
+    return _begin(space, channel, what, size)
+
+
+def _sent(x: Tensor, routes: Routes, space: Workspace) -> Tensor:
+    with space.guard(), phase("tokens sent"):
+        opened = _open_rows(space, SEND, x, routes)
+        rows = token_call.send(opened.call, x, routes)
+        opened.close()
+    return rows
+
+
+def _given_back(rows: Tensor, routes: Routes, space: Workspace) -> Tensor:
+    with space.guard(), phase("tokens given back"):
+        opened = _open_rows(space, GIVE_BACK, rows, routes)
+        y = token_call.give_back(opened.call, rows, routes)
+        opened.close()
+    return y
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, routes: Routes, space: Workspace) -> Tensor:
+        ctx.routes, ctx.space = routes, space
+        return _sent(x, routes, space)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, drows: Tensor):
+        return _given_back(drows.contiguous(), ctx.routes, ctx.space), None, None
+
+
+class _GiveBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, routes: Routes, space: Workspace) -> Tensor:
+        ctx.routes, ctx.space = routes, space
+        return _given_back(rows, routes, space)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor):
+        return _sent(dy.contiguous(), ctx.routes, ctx.space), None, None
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, routes: Routes, wgrad: Wgrad, *parameters: Tensor
+    ) -> Tensor:
+        w = _whole(parameters)
+        ctx.keep = any(ctx.needs_input_grad[3:])
+        ctx.save_for_backward(w.matrices, rows if ctx.keep else None)
+        ctx.reverse, ctx.routes, ctx.wgrad, ctx.parameters = w.reverse, routes, wgrad, parameters
+        return _grouped(rows, w, routes.ends, "nt")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor):
+        matrices, rows = ctx.saved_tensors
+        dy, routes, drows = dy.contiguous(), ctx.routes, None
+        if ctx.needs_input_grad[0]:
+            drows = _grouped(dy, ExpertWeights(matrices, ctx.reverse), routes.ends, "nn")
+        dws: Sequence[Tensor | None] = (None,) * len(ctx.parameters)
+        if ctx.keep:
+            dws = ctx.wgrad(ctx.parameters, dy, rows, routes.received)
+        return drows, None, None, *dws
+
+
+def _grouped(rows: Tensor, w: ExpertWeights, ends: Tensor, layout: str) -> Tensor:
+    """Each expert's rows times w[e]^T ("nn": w[e]), undefined behind them. On GPUs the host does
+    not read `ends`.
+    """
+    with phase("experts' GEMM"):
+        if rows.is_cuda:
+            matrices = w.matrices.flip(0) if w.reverse else w.matrices
+            right = matrices.transpose(1, 2) if layout == "nt" else matrices
+            return functional.grouped_mm(rows, right, offs=ends)
+        y, first = rows.new_empty(len(rows), w.columns(layout)), 0
+        for expert, end in enumerate(ends.tolist()):
+            matrix = w.of(expert)
+            right = matrix.t() if layout == "nt" else matrix
+            torch.mm(rows[first:end], right, out=y[first:end])
+            first = end
+        return y
