@@ -23,7 +23,7 @@ from flux_megatron.expert_parallel.separate import Wgrad, _whole, plain_wgrad
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.experts import token_call
 from flux_megatron.kernels.experts.token_call import Routes
-from flux_megatron.kernels.experts.weights import ExpertWeights
+from flux_megatron.kernels.experts.weights import ExpertWeights, as_one
 from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
 from flux_megatron.symm.channel import Call
@@ -83,6 +83,12 @@ def multiply(
     `wgrad` makes or keeps dw.
     """
     return _Multiply.apply(rows, routes, wgrad or plain_wgrad, *parameters)
+
+
+def lie_in_reverse(parameters: Sequence[Tensor]) -> bool:
+    """Whether they lie one distance apart in one storage, the last one first."""
+    found = as_one(parameters)
+    return found is not None and found.reverse
 
 
 class _Open(NamedTuple):

@@ -4,6 +4,9 @@
 they are: it sorts them by expert and counts them, on the device. The experts (`expert_layers`) send
 them within their first GEMM and get them back within their second, so they multiply by the router's
 probabilities where the rows came from: the second GEMM is linear.
+
+With FLUX_MEGATRON_EXPERTS_ONCE=1 it does not even sort: the experts get tokens and choices as the
+router gives them, and a token travels once to a rank.
 """
 
 from __future__ import annotations
@@ -14,8 +17,11 @@ import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
+from flux_megatron import settings
+from flux_megatron.expert_parallel import once
 from flux_megatron.integration.expert_layers import OURS
 from flux_megatron.integration.replaced import put_everywhere
+from flux_megatron.symm.workspace import workspace
 
 
 def use() -> None:
@@ -29,15 +35,38 @@ def use() -> None:
 
 class FluxTokenDispatcher(MoEAlltoAllTokenDispatcher):
     """Rows stay until the experts' first GEMM; `tokens_per_expert` is int32 [ranks, experts of
-    each], the counts of this rank's rows.
+    each], the counts of this rank's rows. Where a token travels once, rows are all tokens,
+    `tokens_per_expert` is the routing map, and probabilities are those of all experts.
     """
 
     tokens_per_expert: Any
+    once: bool  # whether a token of this call travels once
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if reason := why_not(self.config, self.tp_size):
             raise ValueError(f"--flux-experts cannot run this model: {reason}")
+
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        self.once = self._sends_once(hidden_states)
+        if not self.once:
+            return super().dispatch_preprocess(hidden_states, routing_map, probs)
+        self.hidden_shape, self.tokens_per_expert = hidden_states.shape, routing_map
+        return hidden_states.view(-1, hidden_states.shape[-1]), probs
+
+    def _sends_once(self, hidden_states: Tensor) -> bool:
+        if not settings.get().experts_once:
+            return False
+        if getattr(self.config, "moe_use_legacy_grouped_gemm", False):
+            return False  # its parameters are [K, E N]
+        return once.refuses(hidden_states, workspace(self.ep_group, hidden_states.device)) is None
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        if not self.once:
+            return super().combine_postprocess(hidden_states)
+        return hidden_states.view(self.hidden_shape)
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
         self.num_out_tokens = len(routing_map) * self.config.moe_router_topk
