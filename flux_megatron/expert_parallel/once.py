@@ -59,15 +59,15 @@ def route(
     | weights | [T, R E], differentiable, of any floating dtype |
 
     Rows are sorted by (expert, source rank, token), with `reverse` the last expert's first.
-    `capacity` bounds the rows of a rank. `CapacityExceeded` on every rank where more come or a token
-    has chosen more, at the next call or check on GPUs.
+    `capacity` bounds the rows of a rank. `CapacityExceeded` on every rank where more come or a
+    token has chosen more, at the next call or check on GPUs.
     """
     space = workspace(group, chosen.device)
     return _Route.apply(weights, chosen.contiguous(), space, topk, capacity, reverse)
 
 
 def send(x: Tensor, routes: Routes, group: ProcessGroup) -> Tensor:
-    """Rows [capacity, K] of x [T, K] of all ranks. What lies behind those that came is undefined."""
+    """Rows [capacity, K] of x [T, K] of all ranks, undefined behind those that came."""
     return _Send.apply(x.contiguous(), routes, workspace(group, x.device))
 
 
@@ -119,27 +119,39 @@ class _Route(torch.autograd.Function):
     ) -> tuple[Routes, Tensor]:  # fmt: skip
         if error := _error(weights, chosen, space, topk, capacity):
             refuse(f"route: {error}", space.group, space.device)
-        with space.guard(), phase("exchange of routes"):
-            opened = _open_routes(space, chosen, topk)
-            routes, of_rows = token_call.exchange(
-                opened.call, chosen, weights.contiguous(), topk, capacity, reverse
-            )
-            opened.close()
-        ctx.space, ctx.routes, ctx.topk = space, routes, topk
+        made = routed(weights.contiguous(), chosen, space, topk, capacity, reverse)
+        ctx.space, ctx.routes = space, made[0]
         ctx.save_for_backward(weights)
-        return routes, of_rows
+        return made
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Any, gradients: Tensor):
         (weights,) = ctx.saved_tensors
-        with ctx.space.guard(), phase("gradients of weights"):
-            opened = _open_routes(ctx.space, ctx.routes.chosen, ctx.topk)
-            found = token_call.return_gradients(
-                opened.call, gradients.contiguous(), ctx.routes, weights
-            )
-            opened.close()
+        found = returned(gradients.contiguous(), ctx.routes, weights, ctx.space)
         return found, *(None,) * 5
+
+
+def routed(
+    weights: Tensor, chosen: Tensor, space: Workspace, topk: int, capacity: int, reverse: bool
+) -> tuple[Routes, Tensor]:
+    """As `route`, in a workspace."""
+    with space.guard(), phase("exchange of routes"):
+        opened = _open_routes(space, chosen, topk)
+        made = token_call.exchange(opened.call, chosen, weights, topk, capacity, reverse)
+        opened.close()
+    return made
+
+
+def returned(gradients: Tensor, routes: Routes, like: Tensor, space: Workspace) -> Tensor:
+    """Gradients of the weights of rows, fp32 [capacity], as those of all weights of this rank's
+    tokens, `like` [T, R E].
+    """
+    with space.guard(), phase("gradients of weights"):
+        opened = _open_routes(space, routes.chosen, routes.slots)
+        found = token_call.return_gradients(opened.call, gradients, routes, like)
+        opened.close()
+    return found
 
 
 def _open_routes(space: Workspace, chosen: Tensor, topk: int) -> _Open:
@@ -153,9 +165,13 @@ def _error(
     weights: Tensor, chosen: Tensor, space: Workspace, topk: int, capacity: int
 ) -> str | None:
     if chosen.dtype != torch.bool or chosen.dim() != 2 or chosen.shape[1] % space.world_size:
-        return f"chosen {list(chosen.shape)} {chosen.dtype} given, bool [T, ranks * experts] expected"
+        return (
+            f"chosen {list(chosen.shape)} {chosen.dtype} given, bool [T, ranks * experts] expected"
+        )
     if weights.shape != chosen.shape or not len(chosen):
-        return f"weights {list(weights.shape)} and chosen {list(chosen.shape)} given, equal expected"
+        return (
+            f"weights {list(weights.shape)} and chosen {list(chosen.shape)} given, equal expected"
+        )
     if not 0 < capacity < 2**31 or topk < 1:
         return f"capacity {capacity} and topk {topk} given, at least 1 expected"
     return refuses(weights.new_empty(0, dtype=torch.bfloat16 if weights.is_cuda else torch.float32),
@@ -169,7 +185,8 @@ def _open_rows(space: Workspace, channel: str, rows: Tensor, routes: Routes) -> 
     return _begin(space, channel, what, size)
 
 
-def _sent(x: Tensor, routes: Routes, space: Workspace) -> Tensor:
+def sent(x: Tensor, routes: Routes, space: Workspace) -> Tensor:
+    """As `send`, in a workspace."""
     with space.guard(), phase("tokens sent"):
         opened = _open_rows(space, SEND, x, routes)
         rows = token_call.send(opened.call, x, routes)
@@ -177,7 +194,8 @@ def _sent(x: Tensor, routes: Routes, space: Workspace) -> Tensor:
     return rows
 
 
-def _given_back(rows: Tensor, routes: Routes, space: Workspace) -> Tensor:
+def given_back(rows: Tensor, routes: Routes, space: Workspace) -> Tensor:
+    """As `give_back`, in a workspace."""
     with space.guard(), phase("tokens given back"):
         opened = _open_rows(space, GIVE_BACK, rows, routes)
         y = token_call.give_back(opened.call, rows, routes)
@@ -189,24 +207,24 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, routes: Routes, space: Workspace) -> Tensor:
         ctx.routes, ctx.space = routes, space
-        return _sent(x, routes, space)
+        return sent(x, routes, space)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, drows: Tensor):
-        return _given_back(drows.contiguous(), ctx.routes, ctx.space), None, None
+        return given_back(drows.contiguous(), ctx.routes, ctx.space), None, None
 
 
 class _GiveBack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, routes: Routes, space: Workspace) -> Tensor:
         ctx.routes, ctx.space = routes, space
-        return _given_back(rows, routes, space)
+        return given_back(rows, routes, space)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):
-        return _sent(dy.contiguous(), ctx.routes, ctx.space), None, None
+        return sent(dy.contiguous(), ctx.routes, ctx.space), None, None
 
 
 class _Multiply(torch.autograd.Function):

@@ -47,9 +47,7 @@ class _Forward:
     def _once(self, x: Tensor, chosen: Tensor, probs: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def _activated(
-        self, hidden: Tensor, received: Tensor, weights: Tensor | None = None
-    ) -> Tensor:
+    def _activated(self, hidden: Tensor, received: Tensor, weights: Tensor | None = None) -> Tensor:
         if self.config.gated_linear_unit:
             return activation.gated(hidden, received, self.config.activation_func, weights)
         y = self.config.activation_func(hidden)

@@ -11,10 +11,10 @@ from functools import partial
 import torch
 from compile_source import call_of, codes_of, memory, write_ptx
 
+from flux_megatron.kernels.experts import token_call
 from flux_megatron.kernels.experts.a2a_gemm import a2a_gemm
 from flux_megatron.kernels.experts.call import ExpertCall, exchange_counts
 from flux_megatron.kernels.experts.gemm_a2a import expert_collect, gemm_a2a
-from flux_megatron.kernels.experts import token_call
 from flux_megatron.kernels.experts.signalled import signalled_experts
 from flux_megatron.kernels.experts.weights import ExpertWeights
 from flux_megatron.kernels.experts.wgrad import expert_wgrad

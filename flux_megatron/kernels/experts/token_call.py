@@ -1,4 +1,4 @@
-"""The launches of `token_routes` and `token_rows`: a call of experts to whom a token travels once."""
+"""The launches of `token_routes` and `token_rows`."""
 
 from __future__ import annotations
 

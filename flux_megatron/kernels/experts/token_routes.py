@@ -1,11 +1,11 @@
-"""Who of a rank's tokens goes where, when a token travels once to a rank: ranks tell each other which
-experts each token has chosen, and each finds the places of rows sorted by its experts.
+"""Which rows a token has where it travels once to a rank: ranks tell each other which experts each
+token has chosen, and each finds the places of rows sorted by its experts.
 
     exchange_choices   stores this rank's choices and weights in the header of every rank, and how
                        many rows each of all experts gets; the last CTA signals [X]
     place_rows         waits [X] of every rank, checks all counts, and writes the places
 
-A rank's **places** are int32 [R sources, T, SLOTS]: for each token that a source has, in the order of
+A rank's **places** are int32 [R sources, T, SLOTS]: for each token of a source, in the order of
 experts, the rows of those that it has chosen here, then -1. Rows are sorted by (expert, source,
 token); with `reverse` the last expert's come first. All ranks check the same numbers, so all refuse
 the same call: then all places are -1 and all experts without rows.
@@ -29,7 +29,8 @@ from flux_megatron.symm import signals
 NOBODY = tl.constexpr(-1)  # instead of a weight's bits, or of a row
 _NAN = tl.constexpr(0x7FC00000)
 _CAPACITY = tl.constexpr(signals.REFUSED_CAPACITY)
-_COUNTS = tl.constexpr(signals.REFUSED_COUNTS)
+_CHOICES = tl.constexpr(signals.REFUSED_CHOICES)
+_KINDS = tl.constexpr(signals.REFUSED_KINDS)
 
 
 @triton.jit
@@ -116,17 +117,15 @@ def _check_totals(
         if (good == 1) & (most > topk):
             good = 0
             if SAYS:
-                refuse_release_sys(pad, 2 * rank + _COUNTS, topk, most, status)
+                refuse_release_sys(pad, _KINDS * rank + _CHOICES, topk, most, status)
         if (good == 1) & (rows > capacity):
             good = 0
             if SAYS:
-                refuse_release_sys(pad, 2 * rank + _CAPACITY, capacity, rows, status)
+                refuse_release_sys(pad, _KINDS * rank + _CAPACITY, capacity, rows, status)
     return good
 
 
-@triton.jit(
-    do_not_specialize=["rank", "epoch", "timeout_ns", "T", "blocks", "topk", "capacity"]
-)
+@triton.jit(do_not_specialize=["rank", "epoch", "timeout_ns", "T", "blocks", "topk", "capacity"])
 def place_rows_kernel(
     places, weights, received, ends, pointers, pad, status, rank, epoch, timeout_ns: tl.int64, T,
     blocks, topk, capacity,
@@ -172,9 +171,7 @@ def place_rows_kernel(
     tokens = block * ROWS + tl.arange(0, ROWS)
     inside = (tokens[:, None] < T) & here[None, :] & (good == 1)
     words = _words_at(header, source, T, blocks, WORLD_SIZE, EXPERTS)
-    word = tl.load(
-        words + tokens[:, None] * EXPERTS + experts[None, :], mask=inside, other=NOBODY
-    )
+    word = tl.load(words + tokens[:, None] * EXPERTS + experts[None, :], mask=inside, other=NOBODY)
     chosen = (word != NOBODY).to(tl.int32)
     row = first[None, :] + tl.cumsum(chosen, 0) - chosen
     slot = tl.cumsum(chosen, 1) - chosen

@@ -4,7 +4,7 @@ send_tokens_kernel     pushes: tokens of a rank that has experts of theirs go to
                        region [R sources, T, K], and the last ones of a signal raise [Y] there. Then
                        every token that is here or comes, after [Y], is copied to its rows
 return_tokens_kernel   sums: the rows of another rank's token, in fp32 and in the order of experts,
-                       go rounded to its region [R owners, T, N], as many for a signal [Z]. Then this
+                       go rounded to its region [R owners, T, N], and raise [Z] there. Then this
                        rank's own tokens: waits [Z] of every rank, and adds up in rank order
 
 Each is the other's backward. CTAs draw tiles of ROWS tokens. All tiles that wait for nobody come
@@ -33,9 +33,7 @@ from flux_megatron.kernels.primitives import (
 
 
 @triton.jit
-def _announce(
-    counters, pad_pointers, number, blocks, per_signal, peer, rank, epoch
-):
+def _announce(counters, pad_pointers, number, blocks, per_signal, peer, rank, epoch):
     """Count a tile of tokens; the last of its signal tells `peer`."""
     signal = number // per_signal
     arrivals = tl.minimum(blocks - signal * per_signal, per_signal)
@@ -45,9 +43,7 @@ def _announce(
 
 
 @triton.jit
-def _push(
-    x, sent, region, tokens, T, K, peer, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+def _push(x, sent, region, tokens, T, K, peer, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The tokens of a tile that `peer` wants, to their places in its region."""
     ranks = tl.load(sent + tokens, mask=tokens < T, other=0)
     wanted = (ranks >> peer) & 1
@@ -60,9 +56,7 @@ def _push(
 
 
 @triton.jit
-def _spread(
-    x, rows, places, tokens, T, K, SLOTS: tl.constexpr, COLUMNS: tl.constexpr
-):
+def _spread(x, rows, places, tokens, T, K, SLOTS: tl.constexpr, COLUMNS: tl.constexpr):
     """Each token of a tile to all of its rows."""
     for first in range(0, K, COLUMNS):
         cols = first + tl.arange(0, COLUMNS)
