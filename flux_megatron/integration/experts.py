@@ -52,6 +52,8 @@ class FluxTokenDispatcher(MoEAlltoAllTokenDispatcher):
     ) -> tuple[Tensor, Tensor]:
         self.once = self._sends_once(hidden_states)
         if not self.once:
+            if self.config.moe_expert_capacity_factor:
+                raise ValueError("tokens are dropped, which needs that each travels once")
             return super().dispatch_preprocess(hidden_states, routing_map, probs)
         self.hidden_shape, self.tokens_per_expert = hidden_states.shape, routing_map
         return hidden_states.view(-1, hidden_states.shape[-1]), probs
@@ -115,6 +117,8 @@ def why_not(config: Any, tp_size: int) -> str | None:
         "glu_linear_offset": "the linear half has an offset",
         "fp8": "experts are fp8", "fp4": "experts are fp4",
     }  # fmt: skip
+    if settings.get().experts_once:  # rows are counted by the routing map alone
+        del unsupported["moe_expert_capacity_factor"]
     for name, reason in unsupported.items():
         if getattr(config, name, None):
             return f"{reason} ({name})"
