@@ -67,17 +67,14 @@ def once() -> Iterator[tuple[str, Code]]:
     places = memory(WORLD_SIZE, ROWS, EXPERTS)
     routes = token_call.Routes(places, words, words, words, chosen, ROWS)
     weights, call = memory(*chosen.shape, dtype=torch.float32), call_of(WORLD_SIZE)
-    calls = {
-        "choices": partial(token_call.exchange, call, chosen, weights, 8, ROWS, False),
-        "weight gradients": partial(
-            token_call.return_gradients, call, weights, routes, weights
-        ),
-        "send_tokens": partial(token_call.send, call, x, routes),
-        "return_tokens": partial(token_call.give_back, call, x, routes),
-    }  # fmt: skip
-    for name, made in calls.items():
-        for code in codes_of(made):
-            yield f"{name} {code.kernel}", code
+    calls = (
+        partial(token_call.exchange, call, chosen, weights, 8, ROWS, False),
+        partial(token_call.return_gradients, call, weights, routes, weights),
+        partial(token_call.send, call, x, routes),
+        partial(token_call.give_back, call, x, routes),
+    )
+    for code in (code for made in calls for code in codes_of(made)):
+        yield code.kernel.removesuffix("_kernel"), code
 
 
 if __name__ == "__main__":
