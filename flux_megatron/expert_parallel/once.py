@@ -34,8 +34,9 @@ from flux_megatron.symm.workspace import workspace
 ROUTES, SEND, GIVE_BACK = "token routes", "tokens sent", "tokens given back"
 
 
-def refuses(x: Tensor, space: Workspace) -> str | None:
-    """Why tokens cannot travel once, or None."""
+def refuses(x: Tensor, group: ProcessGroup) -> str | None:
+    """Why tokens x cannot travel once, or None; the same on all ranks."""
+    space = workspace(group, x.device)
     if reason := space.unavailable or launch.supports_tensors(x.dtype, x.device.type):
         return reason
     if space.world_size > 31:
@@ -68,6 +69,8 @@ def route(
 
 def send(x: Tensor, routes: Routes, group: ProcessGroup) -> Tensor:
     """Rows [capacity, K] of x [T, K] of all ranks, undefined behind those that came."""
+    if error := refuses(x, group):
+        refuse(f"send: {error}", group, x.device)
     return _Send.apply(x.contiguous(), routes, workspace(group, x.device))
 
 
@@ -174,8 +177,7 @@ def _error(
         )
     if not 0 < capacity < 2**31 or topk < 1:
         return f"capacity {capacity} and topk {topk} given, at least 1 expected"
-    return refuses(weights.new_empty(0, dtype=torch.bfloat16 if weights.is_cuda else torch.float32),
-                   space)  # fmt: skip
+    return space.unavailable
 
 
 def _open_rows(space: Workspace, channel: str, rows: Tensor, routes: Routes) -> _Open:

@@ -21,7 +21,6 @@ from flux_megatron import settings
 from flux_megatron.expert_parallel import once
 from flux_megatron.integration.expert_layers import OURS
 from flux_megatron.integration.replaced import put_everywhere
-from flux_megatron.symm.workspace import workspace
 
 
 def use() -> None:
@@ -63,7 +62,7 @@ class FluxTokenDispatcher(MoEAlltoAllTokenDispatcher):
             return False
         if getattr(self.config, "moe_use_legacy_grouped_gemm", False):
             return False  # its parameters are [K, E N]
-        return once.refuses(hidden_states, workspace(self.ep_group, hidden_states.device)) is None
+        return once.refuses(hidden_states, self.ep_group) is None
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         if not self.once:
