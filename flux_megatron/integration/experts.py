@@ -11,6 +11,7 @@ router gives them, and a token travels once to a rank.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -60,9 +61,13 @@ class FluxTokenDispatcher(MoEAlltoAllTokenDispatcher):
     def _sends_once(self, hidden_states: Tensor) -> bool:
         if not settings.get().experts_once:
             return False
+        reason = once.refuses(hidden_states, self.ep_group)
         if getattr(self.config, "moe_use_legacy_grouped_gemm", False):
-            return False  # its parameters are [K, E N]
-        return once.refuses(hidden_states, self.ep_group) is None
+            reason = "all experts of a linear are one parameter [K, E N]"
+        if reason is not None:
+            said = "a token travels once to each of its experts, not of its ranks"
+            warnings.warn(f"flux_megatron: {said}: {reason}", stacklevel=2)
+        return reason is None
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         if not self.once:
