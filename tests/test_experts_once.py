@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_exact, small_integers
-from ranks import DEVICE, on_device
+from ranks import DEVICE, on_device, on_device_ranks
 from torch import Tensor
 
 import flux_megatron
@@ -148,6 +148,20 @@ def test_every_router(ranks, tokens):
 def test_many_tokens_share_signals():
     """More tiles of tokens than slots, and several columns of tiles."""
     on_device(layers, 2, ["random", "dropped"], 16 * 64 + 40, 520, 8, limit_s=300)
+
+
+@on_device_ranks(2)
+def test_memory_is_given_back_before_backward(rank):
+    chosen = all_choices(random_choices, 2, 20)
+    given = operands(2, 20, chosen, 16, 8, torch.bfloat16)
+    group, x = dist.group.WORLD, leaf(given["x"][rank].to(DEVICE))
+    mine, weights = (one[rank].to(DEVICE) for one in (chosen, given["weights"]))
+    routes, _ = once.route(mine, weights, group, topk=TOPK, capacity=200)
+    y = once.give_back(once.send(x, routes, group), routes, group)
+    flux_megatron.release()
+    (y * given["dy"][rank].to(DEVICE)).sum().backward()
+    times = chosen[rank].sum(1, keepdim=True)
+    assert_exact(x.grad, (given["dy"][rank] * times).to(x.dtype))
 
 
 def refused(rank: int, topk: int, capacity: int, message: str) -> None:

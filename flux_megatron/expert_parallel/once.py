@@ -10,7 +10,7 @@ multiplied by their weights there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,19 +19,14 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from flux_megatron.dispatch import refuse
+from flux_megatron.expert_parallel import once_calls
 from flux_megatron.expert_parallel.separate import Wgrad, _whole, plain_wgrad
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.experts import token_call
 from flux_megatron.kernels.experts.token_call import Routes
 from flux_megatron.kernels.experts.weights import ExpertWeights, as_one
-from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
-from flux_megatron.symm.channel import Call
 from flux_megatron.symm.space import Workspace
 from flux_megatron.symm.workspace import workspace
-
-# the channels of a workspace
-ROUTES, SEND, GIVE_BACK = "token routes", "tokens sent", "tokens given back"
 
 
 def refuses(x: Tensor, group: ProcessGroup) -> str | None:
@@ -45,7 +40,7 @@ def refuses(x: Tensor, group: ProcessGroup) -> str | None:
         return None
     if x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device)[0] != 9:
         return "the library's grouped GEMM takes only bfloat16 on Hopper"
-    return None
+    return f"tokens of {x.shape[-1]} columns, a multiple of 8 expected" if x.shape[-1] % 8 else None
 
 
 def route(
@@ -64,19 +59,21 @@ def route(
     token has chosen more, at the next call or check on GPUs.
     """
     space = workspace(group, chosen.device)
-    return _Route.apply(weights, chosen.contiguous(), space, topk, capacity, reverse)
+    if error := _error(weights, chosen, space, topk, capacity):
+        refuse(f"route: {error}", group, chosen.device)
+    return _Route.apply(weights, chosen.contiguous(), group, topk, capacity, reverse)
 
 
 def send(x: Tensor, routes: Routes, group: ProcessGroup) -> Tensor:
     """Rows [capacity, K] of x [T, K] of all ranks, undefined behind those that came."""
     if error := refuses(x, group):
         refuse(f"send: {error}", group, x.device)
-    return _Send.apply(x.contiguous(), routes, workspace(group, x.device))
+    return _Send.apply(x.contiguous(), routes, group)
 
 
 def give_back(rows: Tensor, routes: Routes, group: ProcessGroup) -> Tensor:
     """y [T, N]: the sum of each token's rows [capacity, N] on all ranks."""
-    return _GiveBack.apply(rows.contiguous(), routes, workspace(group, rows.device))
+    return _GiveBack.apply(rows.contiguous(), routes, group)
 
 
 def multiply(
@@ -94,36 +91,15 @@ def lie_in_reverse(parameters: Sequence[Tensor]) -> bool:
     return found is not None and found.reverse
 
 
-class _Open(NamedTuple):
-    """A call of a channel between its begin and its end."""
-
-    space: Workspace
-    call: Call
-
-    def close(self) -> None:
-        self.space.end(self.call)
-
-
-def _begin(space: Workspace, channel: str, what: str, size_bytes: int) -> _Open:
-    """`what` is the same on all ranks; they are asked once for each new kind of call."""
-    space.check()
-    if (key := (channel, what)) not in space.agreed:
-        space.agreement.confirm(f"{channel} {what}")
-        space.agreed[key] = True
-    space.note(f"{channel} {what}")
-    return _Open(space, transfer.begin(space, channel, size_bytes))
-
-
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, weights: Tensor, chosen: Tensor, space: Workspace, topk: int, capacity: int,
+        ctx: Any, weights: Tensor, chosen: Tensor, group: ProcessGroup, topk: int, capacity: int,
         reverse: bool,
     ) -> tuple[Routes, Tensor]:  # fmt: skip
-        if error := _error(weights, chosen, space, topk, capacity):
-            refuse(f"route: {error}", space.group, space.device)
-        made = routed(weights.contiguous(), chosen, space, topk, capacity, reverse)
-        ctx.space, ctx.routes = space, made[0]
+        space = workspace(group, chosen.device)
+        made = once_calls.routed(weights.contiguous(), chosen, space, topk, capacity, reverse)
+        ctx.group, ctx.routes = group, made[0]
         ctx.save_for_backward(weights)
         return made
 
@@ -131,102 +107,49 @@ class _Route(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _: Any, gradients: Tensor):
         (weights,) = ctx.saved_tensors
-        found = returned(gradients.contiguous(), ctx.routes, weights, ctx.space)
+        space = workspace(ctx.group, weights.device)  # a `release` may have made it anew
+        found = once_calls.returned(gradients.contiguous(), ctx.routes, weights, space)
         return found, *(None,) * 5
-
-
-def routed(
-    weights: Tensor, chosen: Tensor, space: Workspace, topk: int, capacity: int, reverse: bool
-) -> tuple[Routes, Tensor]:
-    """As `route`, in a workspace."""
-    with space.guard(), phase("exchange of routes"):
-        opened = _open_routes(space, chosen, topk)
-        made = token_call.exchange(opened.call, chosen, weights, topk, capacity, reverse)
-        opened.close()
-    return made
-
-
-def returned(gradients: Tensor, routes: Routes, like: Tensor, space: Workspace) -> Tensor:
-    """Gradients of the weights of rows, fp32 [capacity], as those of all weights of this rank's
-    tokens, `like` [T, R E].
-    """
-    with space.guard(), phase("gradients of weights"):
-        opened = _open_routes(space, routes.chosen, routes.slots)
-        found = token_call.return_gradients(opened.call, gradients, routes, like)
-        opened.close()
-    return found
-
-
-def _open_routes(space: Workspace, chosen: Tensor, topk: int) -> _Open:
-    tokens, experts = len(chosen), chosen.shape[1] // space.world_size
-    what = f"T={tokens} E={experts} top {topk} over {space.world_size} ranks"
-    size = token_call.header_bytes(space.world_size, experts, tokens)
-    return _begin(space, ROUTES, what, size)
 
 
 def _error(
     weights: Tensor, chosen: Tensor, space: Workspace, topk: int, capacity: int
 ) -> str | None:
     if chosen.dtype != torch.bool or chosen.dim() != 2 or chosen.shape[1] % space.world_size:
-        return (
-            f"chosen {list(chosen.shape)} {chosen.dtype} given, bool [T, ranks * experts] expected"
-        )
+        given = f"chosen {list(chosen.shape)} {chosen.dtype}"
+        return f"{given} given, bool [T, ranks * experts] expected"
     if weights.shape != chosen.shape or not len(chosen):
-        return (
-            f"weights {list(weights.shape)} and chosen {list(chosen.shape)} given, equal expected"
-        )
+        given = f"weights {list(weights.shape)} and chosen {list(chosen.shape)}"
+        return f"{given} given, equal ones of at least one token expected"
     if not 0 < capacity < 2**31 or topk < 1:
         return f"capacity {capacity} and topk {topk} given, at least 1 expected"
     return space.unavailable
 
 
-def _open_rows(space: Workspace, channel: str, rows: Tensor, routes: Routes) -> _Open:
-    sizes = space.world_size, routes.tokens, rows.shape[1]
-    what = f"T={sizes[1]} columns={sizes[2]} slots={routes.slots} {rows.dtype}"
-    size = token_call.region_bytes(*sizes, rows.element_size())
-    return _begin(space, channel, what, size)
-
-
-def sent(x: Tensor, routes: Routes, space: Workspace) -> Tensor:
-    """As `send`, in a workspace."""
-    with space.guard(), phase("tokens sent"):
-        opened = _open_rows(space, SEND, x, routes)
-        rows = token_call.send(opened.call, x, routes)
-        opened.close()
-    return rows
-
-
-def given_back(rows: Tensor, routes: Routes, space: Workspace) -> Tensor:
-    """As `give_back`, in a workspace."""
-    with space.guard(), phase("tokens given back"):
-        opened = _open_rows(space, GIVE_BACK, rows, routes)
-        y = token_call.give_back(opened.call, rows, routes)
-        opened.close()
-    return y
-
-
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, routes: Routes, space: Workspace) -> Tensor:
-        ctx.routes, ctx.space = routes, space
-        return sent(x, routes, space)
+    def forward(ctx: Any, x: Tensor, routes: Routes, group: ProcessGroup) -> Tensor:
+        ctx.routes, ctx.group = routes, group
+        return once_calls.sent(x, routes, workspace(group, x.device))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, drows: Tensor):
-        return given_back(drows.contiguous(), ctx.routes, ctx.space), None, None
+        space = workspace(ctx.group, drows.device)
+        return once_calls.given_back(drows.contiguous(), ctx.routes, space), None, None
 
 
 class _GiveBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, routes: Routes, space: Workspace) -> Tensor:
-        ctx.routes, ctx.space = routes, space
-        return given_back(rows, routes, space)
+    def forward(ctx: Any, rows: Tensor, routes: Routes, group: ProcessGroup) -> Tensor:
+        ctx.routes, ctx.group = routes, group
+        return once_calls.given_back(rows, routes, workspace(group, rows.device))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):
-        return sent(dy.contiguous(), ctx.routes, ctx.space), None, None
+        space = workspace(ctx.group, dy.device)
+        return once_calls.sent(dy.contiguous(), ctx.routes, space), None, None
 
 
 class _Multiply(torch.autograd.Function):

@@ -122,7 +122,7 @@ class Host:
 
     def __init__(self, case: TokenCase, operands: Operands, machine: Machine, rank: int) -> None:
         self.case, self.operands, self.machine, self.rank = case, operands, machine, rank
-        self.space, self.once = machine.workspaces[rank], machine.package.once
+        self.space, self.once = machine.workspaces[rank], machine.package.once_calls
         self.results: dict[tuple[str, int], Tensor] = {}
         self._inputs: dict[str, Tensor] = {}
 

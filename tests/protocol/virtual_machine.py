@@ -51,7 +51,7 @@ _MODULES = (
     "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
     "overlap.low_latency", "overlap.stage", "overlap.signalled", "overlap.calls",
     "overlap.library_gemm",
-    "embedding.bags", "embedding.fused_bags", "expert_parallel.once",
+    "embedding.bags", "embedding.fused_bags", "expert_parallel.once_calls",
 )  # fmt: skip
 
 
