@@ -104,7 +104,7 @@ def why_not(config: Any, tp_size: int) -> str | None:
     have the same names. `tp_size`: of the experts.
     """
     unsupported = {
-        "moe_expert_capacity_factor": "tokens are dropped",
+        "moe_expert_capacity_factor": "tokens are dropped without FLUX_MEGATRON_EXPERTS_ONCE=1",
         "moe_pad_expert_input_to_capacity": "experts are padded",
         "moe_router_padding_for_quantization": "the routing map is padded",
         "moe_router_padding_for_fp8": "the routing map is padded",
