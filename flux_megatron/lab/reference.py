@@ -168,7 +168,7 @@ def give_back_tokens(rows: Shards, chosen: Shards) -> list[Tensor]:
         sizes = [int(chosen[s][:, rank * E + e].sum()) for e in range(E) for s in range(R)]
         pieces = made.to(wide).split(sizes)
         for s in range(R):
-            total = torch.zeros(len(chosen[s]), made.shape[1], dtype=wide)
+            total = made.new_zeros(len(chosen[s]), made.shape[1], dtype=wide)
             for e in range(E):
                 tokens = chosen[s][:, rank * E + e].nonzero().flatten()
                 total = total.index_add(0, tokens, pieces[e * R + s])
