@@ -25,6 +25,7 @@ from flux_megatron.kernels import launch
 from flux_megatron.kernels.experts.token_call import Routes
 from flux_megatron.kernels.experts.weights import ExpertWeights, as_one
 from flux_megatron.overlap.phase import phase
+from flux_megatron.overlap.report import note_copy
 from flux_megatron.symm.space import Workspace
 from flux_megatron.symm.workspace import workspace
 
@@ -158,6 +159,8 @@ class _Multiply(torch.autograd.Function):
         ctx: Any, rows: Tensor, routes: Routes, wgrad: Wgrad, *parameters: Tensor
     ) -> Tensor:
         w = _whole(parameters)
+        if w.reverse:
+            note_copy("weights of experts", f"{len(parameters)} lie in reverse, their rows do not")
         ctx.keep = any(ctx.needs_input_grad[3:])
         ctx.save_for_backward(w.matrices, rows if ctx.keep else None)
         ctx.reverse, ctx.routes, ctx.wgrad, ctx.parameters = w.reverse, routes, wgrad, parameters
