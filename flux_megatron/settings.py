@@ -13,6 +13,7 @@
 | FLUX_MEGATRON_NVTX | 1: NVTX ranges around every phase of a call | 0 |
 | FLUX_MEGATRON_NATIVE | 1: C makes the driver calls; 0: Python does; below | 1 |
 | FLUX_MEGATRON_ALLOW | what `--flux-allow` names, with spaces between | |
+| FLUX_MEGATRON_EXPERTS_ONCE | 1: a token travels once to a rank of its experts | 0 |
 | FLUX_MEGATRON_FP8_WIRE | 1: FP8 GEMM+RS of `hopper` sends partial sums in e4m3 | 0 |
 | FLUX_MEGATRON_ENABLE | 1: `flux_megatron.enable()` where Megatron begins | 0 |
 
@@ -74,6 +75,7 @@ class Settings:
     allow: tuple[str, ...] = ()
     enable: bool = False
     fp8_wire: bool = False
+    experts_once: bool = False
 
 
 def _switch(name: str, text: str) -> bool:

@@ -16,8 +16,13 @@ from ranks import DEVICE, on_cpu_ranks, run_ranks
 
 from flux_megatron.embedding import operation
 from flux_megatron.expert_parallel import call, fused, ops
+from flux_megatron.kernels.experts import token_call
 from flux_megatron.lab.bench import operations
-from flux_megatron.lab.bench.operations import embedding_all_to_all, expert_all_to_all
+from flux_megatron.lab.bench.operations import (
+    embedding_all_to_all,
+    expert_all_to_all,
+    expert_layers,
+)
 from flux_megatron.lab.bench.operations.expert_all_to_all import SMALL, Work
 from flux_megatron.lab.bench.options import OperationOptions
 
@@ -90,6 +95,38 @@ def test_rows_of_all_candidates():
             assert row["times_us"].keys() == names[row["operation"]]
             assert row["plans"].keys() == ours
             assert not row["failures"]
+
+
+def _of_layers(rank: int, rows: list) -> list[dict]:
+    run = run_here()
+    run.row = lambda table, **values: rows.append({"table": table, **values})
+    expert_layers.measure(run, expert_layers.SMALL[0], 2)
+    return rows
+
+
+def test_rows_of_whole_layers_of_experts():
+    names = ["once", "by expert", "nccl", "nccl + sync", "by expert, sorted"]
+    for rows in run_ranks(_of_layers, 2, []):
+        assert [row["direction"] for row in rows] == ["forward", "backward"]
+        assert [*rows[0]["times_us"]] == names
+        assert [*rows[1]["times_us"]] == [name for name in names if name != "nccl + sync"]
+        assert not any(row["failures"] for row in rows)
+
+
+@on_cpu_ranks(2)
+def test_wrong_sums_are_not_of_layers(rank):
+    made = token_call.give_back
+    token_call.give_back = lambda *given: made(*given) + rank
+    with pytest.raises(ArithmeticError, match=r"once, .*rank 1: .*elements of y are wrong"):
+        expert_layers.measure(run_here(), expert_layers.SMALL[0], 1)
+
+
+@on_cpu_ranks(2)
+def test_layers_of_experts_are_alike_but_for_rounding(rank):
+    work = expert_layers.Work(expert_layers.SMALL[0], run_here())
+    y, *others = (layer() for name, layer in work.forward().items() if "sorted" not in name)
+    for other in others:
+        torch.testing.assert_close(other, y)
 
 
 @on_cpu_ranks(2)

@@ -69,6 +69,20 @@ def test_gated_activation_of_the_rows_that_came(function, counts, dtype):
     check(lambda leaf: activation.gated(leaf, received.to(leaf.device), function), [x], dy, rows)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("N", [24, 5000])
+@pytest.mark.parametrize("function", ACTIVATIONS, ids=["silu", "gelu"])
+def test_gated_activation_times_weights(function, N, dtype):
+    received = torch.tensor([[2, 3]], dtype=torch.int32, device=DEVICE)
+    x, dy = draw(7, 2 * N, dtype=dtype), draw(7, N, dtype=dtype)
+    weights = draw(7, dtype=torch.float32)
+
+    def weighted(x: Tensor, weights: Tensor) -> Tensor:
+        return activation.gated(x, received.to(x.device), function, weights)
+
+    check(weighted, [x, weights], dy, 5)
+
+
 def test_nothing_is_written_behind_the_rows_that_came(monkeypatch):
     poison = lambda original: lambda *a, **k: original(*a, **k).fill_(7.0)  # noqa: E731
     monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))

@@ -21,17 +21,23 @@ INTERPRET = False
 NAMES: dict[Any, str] = {F.silu: "silu", F.gelu: "gelu"}
 
 
-def gated(x: Tensor, received: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+def gated(
+    x: Tensor, received: Tensor, activation: Callable[[Tensor], Tensor],
+    weights: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """activation(gate) * linear [capacity, N], of x [capacity, 2 N], a gate's row before its
-    linear one.
+    linear one; times `weights` fp32 [capacity], before it is rounded.
 
     `received` int32 [R, E] counts the rows that came, which are the first ones. Neither the result
     nor the gradient is defined behind them.
     """
-    if activation in NAMES and _by_kernel(x, x.shape[1] // 2):
-        return _Gated.apply(x.contiguous(), received, NAMES[activation])
+    N = x.shape[1] // 2
+    whole = weights is None or N <= kernels.COLUMNS_MAX
+    if activation in NAMES and whole and _by_kernel(x, N):
+        return _Gated.apply(x.contiguous(), weights, received, NAMES[activation])
     gate, linear = x.chunk(2, -1)
-    return activation(gate) * linear
+    y = activation(gate) * linear
+    return y if weights is None else scaled(y, weights)
 
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
@@ -49,16 +55,19 @@ def _by_kernel(x: Tensor, N: int) -> bool:
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, received: Tensor, activation: str) -> Tensor:
-        ctx.save_for_backward(x, received)
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor | None, received: Tensor, activation: str
+    ) -> Tensor:
+        ctx.save_for_backward(x, weights, received)
         ctx.activation = activation
-        return kernels.gated_forward(x, received, activation)
+        return kernels.gated_forward(x, received, activation, weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):
-        x, received = ctx.saved_tensors
-        return kernels.gated_backward(dy.contiguous(), x, received, ctx.activation), None, None
+        x, weights, received = ctx.saved_tensors
+        found = kernels.gated_backward(dy.contiguous(), x, received, ctx.activation, weights)
+        return *found, None, None
 
 
 class _Scaled(torch.autograd.Function):

@@ -33,12 +33,13 @@ def all_counts(counts: Tensor, rows: int, capacity: int, space: Workspace) -> Te
     every = reported[:, :-1].view(world_size, *counts.shape)
     named, there = every.sum((1, 2)), reported[:, -1]
     for rank in ((named != there) | (every.amin((1, 2)) < 0)).nonzero()[:1].flatten().tolist():
-        _refuse(2 * rank + signals.REFUSED_COUNTS, int(there[rank]), int(named[rank]))
+        _refuse(signals.REFUSED_COUNTS, rank, int(there[rank]), int(named[rank]))
     came = every.sum((0, 2))
     for rank in (came > capacity).nonzero()[:1].flatten().tolist():
-        _refuse(2 * rank + signals.REFUSED_CAPACITY, capacity, int(came[rank]))
+        _refuse(signals.REFUSED_CAPACITY, rank, capacity, int(came[rank]))
     return every
 
 
-def _refuse(number: int, expected: int, seen: int) -> None:
+def _refuse(kind: int, rank: int, expected: int, seen: int) -> None:
+    number = signals.REFUSED_KINDS * rank + kind
     raise errors.CapacityExceeded(signals.refused(number, expected, seen))

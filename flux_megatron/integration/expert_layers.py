@@ -18,7 +18,7 @@ import torch
 from megatron.core.transformer.moe import experts as stock
 from torch import Tensor
 
-from flux_megatron.expert_parallel import activation, ops, separate
+from flux_megatron.expert_parallel import activation, once, ops, separate
 from flux_megatron.integration import expert_parameters
 
 LINEARS = ("linear_fc1", "linear_fc2")
@@ -36,23 +36,31 @@ class _Forward:
         permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:  # fmt: skip
         x, counts = permuted_local_hidden_states.contiguous(), tokens_per_expert
+        if counts.dtype == torch.bool:  # the routing map: a token travels once
+            return self._once(x, counts, permuted_probs), None
         y = self._multiplied(x, counts, self._capacity(x))
         return activation.scaled(y, permuted_probs), None
 
     def _multiplied(self, x: Tensor, counts: Tensor, capacity: int) -> Tensor:
         raise NotImplementedError
 
-    def _activated(self, hidden: Tensor, received: Tensor) -> Tensor:
+    def _once(self, x: Tensor, chosen: Tensor, probs: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _activated(self, hidden: Tensor, received: Tensor, weights: Tensor | None = None) -> Tensor:
         if self.config.gated_linear_unit:
-            return activation.gated(hidden, received, self.config.activation_func)
-        return self.config.activation_func(hidden)
+            return activation.gated(hidden, received, self.config.activation_func, weights)
+        y = self.config.activation_func(hidden)
+        return y if weights is None else activation.scaled(y, weights)
 
     def _capacity(self, x: Tensor) -> int:
+        tokens = len(x) // self.config.moe_router_topk
+        return max(self._most_of(tokens), len(x), 1)
+
+    def _most_of(self, tokens: int) -> int:
         """The most rows that could come: each token of each rank chooses an expert once."""
-        topk = self.config.moe_router_topk
-        tokens = len(x) // topk
-        most = tokens * min(topk, self.num_local_experts) * self.ep_group.size()
-        return max(most, len(x), 1)
+        most = min(self.config.moe_router_topk, self.num_local_experts)
+        return tokens * most * self.ep_group.size()
 
 
 class _Separate(_Forward):
@@ -78,10 +86,29 @@ class _Separate(_Forward):
     def _linears(self) -> list[torch.nn.Module]:
         raise NotImplementedError
 
-    def _multiplied(self, x: Tensor, counts: Tensor, capacity: int) -> Tensor:
+    def _there(self) -> tuple[list[Any], list[Any], separate.Wgrad | None]:
+        """The parameters of both linears when they are there, and what takes their gradients."""
         expert_parameters.await_gathered(self._linears())
         first, second = (self._parameters_of(name) for name in LINEARS)
-        wgrad = expert_parameters.into_main_grads if self._fuses_wgrad(first + second) else None
+        fuses = self._fuses_wgrad(first + second)
+        return first, second, expert_parameters.into_main_grads if fuses else None
+
+    def _once(self, x: Tensor, chosen: Tensor, probs: Tensor) -> Tensor:
+        first, second, wgrad = self._there()
+        group, reverse = self.ep_group, once.lie_in_reverse(first)
+        if reverse:  # rows lie as parameters do
+            first, second = first[::-1], second[::-1]
+        routes, weights = once.route(
+            chosen, probs, group, topk=self.config.moe_router_topk, reverse=reverse,
+            capacity=self._most_of(len(x)),
+        )  # fmt: skip
+        rows = once.send(x, routes, group)
+        hidden = once.multiply(rows, first, routes, wgrad)
+        hidden = self._activated(hidden, routes.received, weights)
+        return once.give_back(once.multiply(hidden, second, routes, wgrad), routes, group)
+
+    def _multiplied(self, x: Tensor, counts: Tensor, capacity: int) -> Tensor:
+        first, second, wgrad = self._there()
         group = self.ep_group
         hidden, received = separate.a2a_gemm(
             x, first, counts, group, capacity=capacity, wgrad=wgrad

@@ -4,16 +4,22 @@
 they are: it sorts them by expert and counts them, on the device. The experts (`expert_layers`) send
 them within their first GEMM and get them back within their second, so they multiply by the router's
 probabilities where the rows came from: the second GEMM is linear.
+
+With FLUX_MEGATRON_EXPERTS_ONCE=1 it does not even sort: the experts get tokens and choices as the
+router gives them, and a token travels once to a rank.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
+from flux_megatron import settings
+from flux_megatron.expert_parallel import once
 from flux_megatron.integration.expert_layers import OURS
 from flux_megatron.integration.replaced import put_everywhere
 
@@ -29,15 +35,44 @@ def use() -> None:
 
 class FluxTokenDispatcher(MoEAlltoAllTokenDispatcher):
     """Rows stay until the experts' first GEMM; `tokens_per_expert` is int32 [ranks, experts of
-    each], the counts of this rank's rows.
+    each], the counts of this rank's rows. Where a token travels once, rows are all tokens,
+    `tokens_per_expert` is the routing map, and probabilities are those of all experts.
     """
 
     tokens_per_expert: Any
+    once: bool  # whether a token of this call travels once
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if reason := why_not(self.config, self.tp_size):
             raise ValueError(f"--flux-experts cannot run this model: {reason}")
+
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        self.once = self._sends_once(hidden_states)
+        if not self.once:
+            if self.config.moe_expert_capacity_factor:
+                raise ValueError("tokens are dropped, which needs that each travels once")
+            return super().dispatch_preprocess(hidden_states, routing_map, probs)
+        self.hidden_shape, self.tokens_per_expert = hidden_states.shape, routing_map
+        return hidden_states.view(-1, hidden_states.shape[-1]), probs
+
+    def _sends_once(self, hidden_states: Tensor) -> bool:
+        if not settings.get().experts_once:
+            return False
+        reason = once.refuses(hidden_states, self.ep_group)
+        if getattr(self.config, "moe_use_legacy_grouped_gemm", False):
+            reason = "all experts of a linear are one parameter [K, E N]"
+        if reason is not None:
+            said = "a token travels once to each of its experts, not of its ranks"
+            warnings.warn(f"flux_megatron: {said}: {reason}", stacklevel=2)
+        return reason is None
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        if not self.once:
+            return super().combine_postprocess(hidden_states)
+        return hidden_states.view(self.hidden_shape)
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
         self.num_out_tokens = len(routing_map) * self.config.moe_router_topk
@@ -69,7 +104,7 @@ def why_not(config: Any, tp_size: int) -> str | None:
     have the same names. `tp_size`: of the experts.
     """
     unsupported = {
-        "moe_expert_capacity_factor": "tokens are dropped",
+        "moe_expert_capacity_factor": "tokens are dropped without FLUX_MEGATRON_EXPERTS_ONCE=1",
         "moe_pad_expert_input_to_capacity": "experts are padded",
         "moe_router_padding_for_quantization": "the routing map is padded",
         "moe_router_padding_for_fp8": "the routing map is padded",
@@ -86,6 +121,8 @@ def why_not(config: Any, tp_size: int) -> str | None:
         "glu_linear_offset": "the linear half has an offset",
         "fp8": "experts are fp8", "fp4": "experts are fp4",
     }  # fmt: skip
+    if settings.get().experts_once:  # rows are counted by the routing map alone
+        del unsupported["moe_expert_capacity_factor"]
     for name, reason in unsupported.items():
         if getattr(config, name, None):
             return f"{reason} ({name})"

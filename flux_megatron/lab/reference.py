@@ -138,6 +138,47 @@ def gemm_a2a(x: Shards, w: Shards, counts: Shards, layout: str = "nt") -> list[T
     ]
 
 
+def send_tokens(x: Shards, chosen: Shards) -> list[Tensor]:
+    """x[r] [T, K], chosen[r] bool [T, R E]  ->  rows[r] [rows, K]: each token once for each expert
+    of rank r that it has chosen, sorted by (expert, source rank, token).
+    """
+    E = chosen[0].shape[1] // len(x)
+    return [
+        torch.cat([x[s][chosen[s][:, rank * E + e]] for e in range(E) for s in range(len(x))])
+        for rank in range(len(x))
+    ]
+
+
+def weights_of_rows(weights: Shards, chosen: Shards) -> list[Tensor]:
+    """weights[r] [T, R E]  ->  one for each row of `send_tokens` [rows]."""
+    R, E = len(chosen), chosen[0].shape[1] // len(chosen)
+    return [
+        torch.cat([weights[s][chosen[s][:, n], n] for n in own for s in range(R)])
+        for own in (range(rank * E, rank * E + E) for rank in range(R))
+    ]
+
+
+def give_back_tokens(rows: Shards, chosen: Shards) -> list[Tensor]:
+    """rows[r] as `send_tokens` gives them  ->  y[r] [T, N]: the sum of a token's rows on each rank
+    in the order of experts, rounded, then of the ranks in their order.
+    """
+    R, E, wide = len(rows), chosen[0].shape[1] // len(rows), _wide(rows[0].dtype)
+    partials: dict[tuple[int, int], Tensor] = {}
+    for rank, made in enumerate(rows):
+        sizes = [int(chosen[s][:, rank * E + e].sum()) for e in range(E) for s in range(R)]
+        pieces = made.to(wide).split(sizes)
+        for s in range(R):
+            total = made.new_zeros(len(chosen[s]), made.shape[1], dtype=wide)
+            for e in range(E):
+                tokens = chosen[s][:, rank * E + e].nonzero().flatten()
+                total = total.index_add(0, tokens, pieces[e * R + s])
+            partials[rank, s] = total.to(made.dtype).to(wide)
+    return [
+        reduce(torch.add, (partials[rank, s] for rank in range(R))).to(rows[0].dtype)
+        for s in range(R)
+    ]
+
+
 def embedding_all_to_all(
     weight: Shards, indices: Shards, offsets: Shards, mode: str = "sum"
 ) -> list[Tensor]:

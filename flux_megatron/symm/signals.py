@@ -26,8 +26,9 @@ STATUS_WORDS = 7
 # what the last word holds: a wait has run out of time, a kernel has refused its numbers, or the
 # host has learned that another rank makes another call
 STATUS_LATE, STATUS_REFUSED, STATUS_MISMATCH = 1, 2, 3
-# the slot of a refusal is 2 * rank + its kind
-REFUSED_CAPACITY, REFUSED_COUNTS = 0, 1
+# the slot of a refusal is REFUSED_KINDS * rank + its kind
+REFUSED_CAPACITY, REFUSED_COUNTS, REFUSED_CHOICES = range(3)
+REFUSED_KINDS = 3
 # Turns of a wait on a GPU between two looks at the clock and at the status record in host memory.
 # CTAs that look at once queue for it, more than a microsecond each, so looks must be rare beside
 # what ranks are apart in a good run. 4,096 turns take some milliseconds.
@@ -64,9 +65,11 @@ def describe_slot(number: int, world_size: int) -> str:
 
 def refused(number: int, expected: int, seen: int) -> str:
     """What a kernel has refused, in words."""
-    rank, kind = divmod(number, 2)
+    rank, kind = divmod(number, REFUSED_KINDS)
     if kind == REFUSED_CAPACITY:
         return f"rank {rank} receives {seen} rows, capacity for at most {expected} given"
+    if kind == REFUSED_CHOICES:
+        return f"a token of rank {rank} has chosen {seen} experts, at most {expected} expected"
     if seen == expected:
         return f"the counts of rank {rank} name {seen} rows, and a negative number among them"
     return f"the counts of rank {rank} name {seen} rows, {expected} expected: as many as its x has"

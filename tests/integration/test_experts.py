@@ -106,6 +106,26 @@ def test_losses_are_those_of_the_stock_dispatcher(rank, case, sequence, strategy
     assert flux_megatron.report().calls == counted
 
 
+# with fewer experts for some tokens, and none for others
+DROPPED = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_expert_capacity_factor": 0.5}
+ONCE = CASES | {"dropped": DROPPED}
+
+
+@pytest.mark.parametrize("case", ONCE)
+@on_cpu_ranks(2, environment={"FLUX_MEGATRON_EXPERTS_ONCE": "1"})
+def test_losses_where_a_token_travels_once(rank, case):
+    sbs.start(1, expert_model_parallel_size=2)
+    with sbs.splits_as_lists():
+        stock_losses, stock_gradients = trained(rank, 12, ONCE[case])
+    with ours():
+        losses, gradients = trained(rank, 12, ONCE[case])
+    torch.testing.assert_close(losses, stock_losses, rtol=2e-6, atol=0)
+    torch.testing.assert_close(gradients, stock_gradients, rtol=2e-4, atol=2e-6)
+    parallel_state.destroy_model_parallel()
+    assert losses[0] != losses[-1]
+    assert not flux_megatron.report().calls  # none that sends rows once an expert
+
+
 @on_cpu_ranks(1)
 def test_the_flag_puts_them_in_place(rank):
     install.install(options_from(sbs.parse("--flux-overlap", "--flux-experts")))

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from compile_source import call_of, codes_of, memory, write_ptx
 
+from flux_megatron.kernels.experts import token_call
 from flux_megatron.kernels.experts.a2a_gemm import a2a_gemm
 from flux_megatron.kernels.experts.call import ExpertCall, exchange_counts
 from flux_megatron.kernels.experts.gemm_a2a import expert_collect, gemm_a2a
@@ -59,9 +60,26 @@ def shipped(tile: Tile) -> Iterator[tuple[str, Code]]:
         yield name, *codes_of(call)
 
 
+def once() -> Iterator[tuple[str, Code]]:
+    """Of tokens that travel once to a rank."""
+    x, words = memory(ROWS, SIDE, dtype=torch.bfloat16), memory(1)
+    chosen = memory(ROWS, WORLD_SIZE * EXPERTS, dtype=torch.bool)
+    places = memory(WORLD_SIZE, ROWS, EXPERTS)
+    routes = token_call.Routes(places, words, words, words, chosen, ROWS)
+    weights, call = memory(*chosen.shape, dtype=torch.float32), call_of(WORLD_SIZE)
+    calls = (
+        partial(token_call.exchange, call, chosen, weights, 8, ROWS, False),
+        partial(token_call.return_gradients, call, weights, routes, weights),
+        partial(token_call.send, call, x, routes),
+        partial(token_call.give_back, call, x, routes),
+    )
+    for code in (code for made in calls for code in codes_of(made)):
+        yield code.kernel.removesuffix("_kernel"), code
+
+
 if __name__ == "__main__":
     write_ptx({
         f"sm_{architecture} {name}": (code, architecture)
         for architecture, tile in TILES.items()
-        for name, code in shipped(tile)
+        for name, code in (*shipped(tile), *once())
     })  # fmt: skip

@@ -1,10 +1,10 @@
 """Broken copies of the package, each with one change of its source, that the tests must catch.
 
-`mutants.diff`, `signalled_expert_mutants.diff`, `embedding_mutants.diff` and `device_mutants.diff`,
-of own kernels and their primitives, list them. Each has a name and a hunk, or some between lines of
-`@@`; the case that it is run with and the file are those named last. The lines that a hunk finds
-(context and minus) must occur exactly once in that file, so a mutant that has gone stale is an
-error.
+`mutants.diff`, `signalled_expert_mutants.diff`, `token_mutants.diff`, `embedding_mutants.diff` and
+`device_mutants.diff`, of own kernels and their primitives, list them. Each has a name and a hunk,
+or some between lines of `@@`; the case that it is run with and the file are those named last. The
+lines that a hunk finds (context and minus) must occur exactly once in that file, so a mutant that
+has gone stale is an error.
 
 | idea | why it must be caught |
 | --- | --- |
@@ -30,6 +30,7 @@ from embedding_ranks import BagsCase
 from expert_cases import ExpertCase
 from protocol_cases import Case
 from signalled_expert_cases import BandCase
+from token_cases import TokenCase
 from virtual_machine import Mutation
 
 _THREE = {"world_size": 3, "rows": (20, 11, 11), "N": 16}
@@ -143,6 +144,12 @@ CASES = {
     "signalled back": BandCase("combine", experts=3, calls=2, most=12),
     "signalled back, 3 ranks": BandCase("combine", 3, calls=2, most=9, bands=3),
     "signalled experts": BandCase("both", 3, experts=1, most=9, bands=2),
+    "tokens": TokenCase(),
+    "tokens, 1 rank": TokenCase(world_size=1, calls=1),
+    "tokens, 3 ranks": TokenCase(world_size=3, experts=1, calls=2, tokens=6),
+    "tokens that share signals": TokenCase(slots=2, tokens=18, experts=1, topk=1, calls=1),
+    "tokens, reverse": TokenCase(reverse=True, calls=1),
+    "captured tokens": TokenCase(captured=True, calls=6, tokens=4, experts=1, topk=1),
     "bags": BagsCase(("forward",)),
     "gradients of bags": BagsCase(("backward",)),
     "both of bags": BagsCase(),
@@ -213,6 +220,12 @@ def _text(lines: list[str]) -> str:
 HERE = Path(__file__).parent
 MUTANTS = [
     Mutant(title, CASES[case], mutation)
-    for name in ("mutants", "signalled_expert_mutants", "embedding_mutants", "device_mutants")
+    for name in (
+        "mutants",
+        "signalled_expert_mutants",
+        "token_mutants",
+        "embedding_mutants",
+        "device_mutants",
+    )
     for title, case, mutation in hunks(HERE / f"{name}.diff", "case")
 ]

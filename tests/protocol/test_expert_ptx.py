@@ -30,12 +30,15 @@ from ptx_order import (
 SCRIPT = "compile_experts.py"
 pytestmark = pytest.mark.timeout(900)  # all is compiled before the first, on two cores
 
-WAITING = ("a2a_gemm", "gemm_a2a", "exchange_counts")
+TOKENS = ("send_tokens", "return_tokens")
+SIGNALLING = ("a2a_gemm", "gemm_a2a", "exchange_counts", *TOKENS)
+TELLING = ("exchange_choices", "return_gradients")  # they wait for nobody
+AWAITING = ("place_rows", "collect_gradients", "collect")
 VECTOR_STORE = r"st\.global\.v4"
 
 
 def test_signals_follow_all_stores(compiled):
-    for name in WAITING:
+    for name in SIGNALLING + TELLING:
         for result in named(compiled, name).values():
             check_release(without_records(parsed(result["ptx"])))
 
@@ -43,8 +46,9 @@ def test_signals_follow_all_stores(compiled):
 def test_tiles_are_counted_before_their_signal(compiled):
     for result in named(compiled, "gemm_a2a").values():
         check_count(without_records(parsed(result["ptx"])))
-    for result in named(compiled, "a2a_gemm").values():
-        parsed(result["ptx"]).require_some(COUNT, "pushes are not counted")
+    for name in ("a2a_gemm", *TOKENS, *TELLING):
+        for result in named(compiled, name).values():
+            parsed(result["ptx"]).require_some(COUNT, "pushes are not counted")
 
 
 def test_bands_are_counted_after_their_tiles_are_stored(compiled):
@@ -55,7 +59,7 @@ def test_bands_are_counted_after_their_tiles_are_stored(compiled):
 
 
 def test_loads_follow_the_signal(compiled):
-    for name in ("a2a_gemm", "exchange_counts", "collect"):
+    for name in ("a2a_gemm", "exchange_counts", *TOKENS, *AWAITING):
         for result in named(compiled, name).values():
             check_acquire(parsed(result["ptx"]))
     plain = LOAD.replace(f"|{TMA_LOAD}", "")  # by TMA it loads x, which no signal announces
@@ -63,7 +67,7 @@ def test_loads_follow_the_signal(compiled):
         parsed(result["ptx"]).require(ACQUIRE, plain, BARRIER, "other threads load too early")
 
 
-@pytest.mark.parametrize("kernel", [*WAITING, "collect"])
+@pytest.mark.parametrize("kernel", SIGNALLING + AWAITING)
 def test_waits_are_bounded(compiled, kernel):
     for result in named(compiled, kernel).values():
         check_bounded(parsed(result["ptx"]))
@@ -72,7 +76,8 @@ def test_waits_are_bounded(compiled, kernel):
 
 def test_rows_travel_in_vectors(compiled):
     # with "nt" the last one stores by TMA
-    for words in (("a2a_gemm",), ("gemm_a2a",), ("collect",), ("signalled_experts", "nn")):
+    kernels = "a2a_gemm", "gemm_a2a", "collect", *TOKENS
+    for words in (*((name,) for name in kernels), ("signalled_experts", "nn")):
         for name, result in named(compiled, *words).items():
             assert re.search(VECTOR_STORE, result["ptx"]), name
             assert not re.search(r"st\.global\.b16|ld\.global\.b16", result["ptx"]), name
@@ -96,6 +101,9 @@ def test_shared_memory_suffices(compiled):
         ("a2a_gemm", check_acquire, r"fence\.proxy\.async;", "not fenced"),
         ("gemm_a2a", check_release, r"cp\.async\.bulk\.wait_group 0;", "not complete"),
         ("collect", check_acquire, BARRIER, "other threads load too early"),
+        ("send_tokens", check_release, BARRIER, "no CTA barrier"),
+        ("return_tokens", check_acquire, BARRIER, "other threads load too early"),
+        ("place_rows", check_acquire, BARRIER, "other threads load too early"),
         ("gemm_a2a", check_count, r"atom\.global\.gpu\.acq_rel", "not counted"),
         ("signalled_experts", check_release, BARRIER, "no CTA barrier"),
         ("signalled_experts", check_release, r"cp\.async\.bulk\.wait_group 0;", "not complete"),

@@ -47,11 +47,11 @@ _MODULES = (
     )),
     "kernels.experts.a2a_gemm", "kernels.experts.weights", "kernels.experts.hopper_routes",
     "kernels.experts.hopper_rows", "kernels.experts.hopper_a2a_gemm",
-    "kernels.experts.hopper_gemm_a2a",
+    "kernels.experts.hopper_gemm_a2a", "kernels.experts.token_call",
     "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
     "overlap.low_latency", "overlap.stage", "overlap.signalled", "overlap.calls",
     "overlap.library_gemm",
-    "embedding.bags", "embedding.fused_bags",
+    "embedding.bags", "embedding.fused_bags", "expert_parallel.once_calls",
 )  # fmt: skip
 
 

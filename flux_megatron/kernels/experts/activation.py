@@ -57,7 +57,7 @@ def _load_block(x, block, columns, N, BLOCK_N: tl.constexpr):
 # the numbers of rows and experts must not compile new kernels
 @triton.jit(do_not_specialize=["slots", "capacity"])
 def gated_forward_kernel(
-    x, received, y, slots, capacity, N,
+    x, weights, received, y, slots, capacity, N,
     ACTIVATION: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(N, BLOCK_N)
@@ -65,20 +65,28 @@ def gated_forward_kernel(
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0)):
         row, cols, gate, linear = _load_block(x, block, columns, N, BLOCK_N)
         value, _ = _activated(gate, ACTIVATION)
-        tl.store(y + row * N + cols, (value * linear).to(y.dtype.element_ty), mask=cols < N)
+        value *= linear
+        if weights is not None:
+            value *= tl.load(weights + row)
+        tl.store(y + row * N + cols, value.to(y.dtype.element_ty), mask=cols < N)
 
 
 @triton.jit(do_not_specialize=["slots", "capacity"])
 def gated_backward_kernel(
-    dy, x, received, dx, slots, capacity, N,
+    dy, x, weights, dweights, received, dx, slots, capacity, N,
     ACTIVATION: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """With weights a block is a whole row, because a weight's gradient is a sum over it."""
     columns = tl.cdiv(N, BLOCK_N)
     blocks = _rows_that_came(received, slots, capacity, SLOTS) * columns
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0)):
         row, cols, gate, linear = _load_block(x, block, columns, N, BLOCK_N)
         gradient = tl.load(dy + row * N + cols, mask=cols < N).to(tl.float32)
         value, slope = _activated(gate, ACTIVATION)
+        if weights is not None:
+            products = tl.where(cols < N, gradient * value * linear, 0.0)
+            tl.store(dweights + row, tl.sum(products, 0))
+            gradient *= tl.load(weights + row)
         of_gate, of_linear = gradient * linear * slope, gradient * value
         tl.store(dx + row * 2 * N + cols, of_gate.to(dx.dtype.element_ty), mask=cols < N)
         tl.store(dx + row * 2 * N + N + cols, of_linear.to(dx.dtype.element_ty), mask=cols < N)
@@ -112,10 +120,14 @@ def scaled_backward_kernel(
 
 
 def _launch_gated(
-    kernel, capacity: int, N: int, activation: str, received: Tensor, *tensors: Tensor
-) -> None:
-    """`tensors` are those of the kernel, which reads the counts `received`."""
-    tile = Tile(1, min(BLOCK, next_power_of_2(N)), num_warps=8)
+    kernel, capacity: int, N: int, activation: str, received: Tensor, *tensors: Tensor | None,
+    whole: bool = False,
+) -> None:  # fmt: skip
+    """`tensors` are those of the kernel, which reads the counts `received`; with `whole` a block is
+    a row.
+    """
+    block_n = next_power_of_2(N) if whole else min(BLOCK, next_power_of_2(N))
+    tile = Tile(1, block_n, num_warps=16 if block_n > 4096 else 8)
     blocks = max(1, capacity * cdiv(N, tile.block_n))
     (sms,) = persistent_grid(received.device, blocks)
     launch_kernel(
@@ -132,22 +144,30 @@ def _launch_scaled(kernel, M: int, N: int, *tensors: Tensor) -> None:
         launch_kernel(kernel, (cdiv(M, tile.block_m),), tile, tensors, (M,), (N,))
 
 
-def gated_forward(x: Tensor, received: Tensor, activation: str) -> Tensor:
-    """x [capacity, 2 N] of gates and linear values -> a(gate) * linear [capacity, N].
+def gated_forward(
+    x: Tensor, received: Tensor, activation: str, weights: Tensor | None = None
+) -> Tensor:
+    """x [capacity, 2 N] of gates and linear values -> a(gate) * linear [capacity, N], times
+    `weights` fp32 [capacity].
 
     Of the first rows, as many as `received` int32 [R, E] counts; nothing is written behind them.
     """
     N = x.shape[1] // 2
     y = x.new_empty(len(x), N)
-    _launch_gated(gated_forward_kernel, len(x), N, activation, received, x, received, y)
+    _launch_gated(gated_forward_kernel, len(x), N, activation, received, x, weights, received, y)
     return y
 
 
-def gated_backward(dy: Tensor, x: Tensor, received: Tensor, activation: str) -> Tensor:
-    """dx [capacity, 2 N] for dy [capacity, N], of the same rows."""
-    dx = torch.empty_like(x)
-    _launch_gated(gated_backward_kernel, *dy.shape, activation, received, dy, x, received, dx)
-    return dx
+def gated_backward(
+    dy: Tensor, x: Tensor, received: Tensor, activation: str, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """dx [capacity, 2 N] for dy [capacity, N], of the same rows, and that of the weights."""
+    dx, dweights = torch.empty_like(x), None if weights is None else torch.empty_like(weights)
+    _launch_gated(
+        gated_backward_kernel, *dy.shape, activation, received, dy, x, weights, dweights, received,
+        dx, whole=weights is not None,
+    )  # fmt: skip
+    return dx, dweights
 
 
 def scaled_forward(x: Tensor, scale: Tensor) -> Tensor:

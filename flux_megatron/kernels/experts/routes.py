@@ -41,6 +41,7 @@ DRAWS, MORE_DRAWS, RECV_TILES, RECV_ROWS, SEND_TILES, OWN_RECV_TILES, OWN_SEND_T
 WORDS = tl.constexpr(8)
 _CAPACITY = tl.constexpr(signals.REFUSED_CAPACITY)
 _COUNTS = tl.constexpr(signals.REFUSED_COUNTS)
+_KINDS = tl.constexpr(signals.REFUSED_KINDS)
 
 
 @triton.jit
@@ -114,14 +115,14 @@ def _check_counts(
         least = tl.min(tl.min(sent, 1), 0)
         if (good == 1) & ((named != rows) | (least < 0)):
             seen = tl.minimum(named, 2147483647).to(tl.int32)
-            refuse_release_sys(pad, 2 * rank + _COUNTS, rows, seen, status)
+            refuse_release_sys(pad, _KINDS * rank + _COUNTS, rows, seen, status)
             good = 0
     for rank in range(0, WORLD_SIZE):
         came = tl.load(header + ranks * stride + rank * EXPERTS + experts, mask=inside, other=0)
         rows_here = tl.sum(tl.sum(came.to(tl.int64), 1), 0)
         if (good == 1) & (rows_here > capacity):
             seen = tl.minimum(rows_here, 2147483647).to(tl.int32)
-            refuse_release_sys(pad, 2 * rank + _CAPACITY, capacity, seen, status)
+            refuse_release_sys(pad, _KINDS * rank + _CAPACITY, capacity, seen, status)
             good = 0
     return good
 

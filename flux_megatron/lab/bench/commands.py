@@ -74,7 +74,7 @@ def bench_operations(
     nvls: Multicast = False,
     commit: Commit = "",
 ) -> None:
-    """Time embedding_all_to_all and expert_all_to_all beside unfused baselines."""
+    """Time embedding_all_to_all, expert_all_to_all and expert_layers beside unfused baselines."""
     from flux_megatron import machine
     from flux_megatron.lab.bench import launch
     from flux_megatron.lab.bench.options import OPERATIONS, OperationOptions

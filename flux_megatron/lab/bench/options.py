@@ -28,7 +28,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 TRIAL = "`flux-megatron bench --device cpu`"
 LOADS = ("all_reduce", "all_gather", "reduce_scatter")  # of `tuning.beside`
-OPERATIONS = ("embedding_all_to_all", "expert_all_to_all")
+OPERATIONS = ("embedding_all_to_all", "expert_all_to_all", "expert_layers")
 
 
 @dataclass(frozen=True, kw_only=True)
