@@ -292,7 +292,7 @@ def test_the_nearest_point_of_the_range_gives_the_plan():
 
 def test_where_nothing_can_overlap_a_measured_sequential_is_no_reason(monkeypatch):
     space = SimpleNamespace(unavailable="no memory is shared")
-    monkeypatch.setattr(registry, "overlapping", lambda *given: ([], given[2]))
+    monkeypatch.setattr(registry, "refusal", lambda *given: given[2])
     assert choice.choose(LAYER, PlanTable({4096: PLAIN}), space) == (PLAIN, space.unavailable)
 
 

@@ -24,7 +24,7 @@ class Accuracy:
 
 KNOWN = {  # in 16 bits, by GPU and link
     ("H200", "nvlink"): Accuracy(
-        (-0.1, 0.02), (-0.05, 0.02), "43 iterations of three models on 2 x H200, TP 2"
+        (-0.1, 0.02), (-0.05, 0.02), "45 iterations of three models on 2 x H200, TP 2"
     ),
     ("A100", "nvlink"): Accuracy(
         (-0.08, 0.05), None, "eight published runs of Megatron-LM on A100, TP 8"
