@@ -96,8 +96,8 @@ def overlapping(
 
 
 def runnable(problem: Problem, wanted: str, unavailable: str | None) -> Iterator[str]:
-    """The same strategies, each asked when the caller comes to it: at a new M, asking all of them
-    is a fifth of the host's time.
+    """The same strategies, each asked when the caller comes to it: at a new M the host would make
+    a plan of each.
     """
     for name in _asked(problem, wanted):
         if refusal(problem, name, unavailable) is None:

@@ -52,14 +52,21 @@ def test_json_to_stdout_is_all_that_is_printed():
     assert [*json.loads(done.stdout)["arms"]] == ["megatron", "te", "flux"]
 
 
+@pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Llama-3 70B"])
 @pytest.mark.parametrize(("tp", "tokens"), [(2, 2048), (4, 8192), (8, 16384)])
-def test_the_page_has_what_is_predicted_for_a_width(tp, tokens):
-    """The row of a model that the page's command names."""
+def test_the_page_has_what_is_predicted_for_a_width(name, tp, tokens):
+    """The page's command, with the widths of each row."""
     page = (Path(__file__).parents[2] / "docs/reference/cost_model.md").read_text()
     (command,) = re.findall(r"^flux-megatron (simulate .*)$", page, re.MULTILINE)
-    (row,) = [line for line in page.splitlines() if line.startswith("| Qwen3-32B")]
-    printed = row.split("|")[2 + (2, 4, 8).index(tp)].split(", ")
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| {name}:")]
+    cells = row.split("|")
+    printed = cells[2 + (2, 4, 8).index(tp)].split(", ")
     words = command.replace("--tp 8", f"--tp {tp}").replace("16384", str(tokens)).split()
+    for option, width in zip(
+        ("--hidden", "--ffn", "--heads", "--kv-heads"), cells[1].split(":")[1].split(","),
+        strict=True,
+    ):  # fmt: skip
+        words[words.index(option) + 1] = width.strip()
     found = json.loads(CliRunner().invoke(app, [*words, "--json", "-"]).stdout)
     at = (2048, 4096, 8192, 16384).index(tokens)
     assert float(printed[at]) == round(found["speedups"]["flux"], 2)
