@@ -138,14 +138,15 @@ def _join_world(
     torch.set_num_threads(1)
     own = None  # GPU
     if device == "cuda":
-        number = rank % torch.cuda.device_count()
-        torch.cuda.set_device(number)
-        if one_gpu or world_size <= torch.cuda.device_count():
-            own = torch.device("cuda", number)
+        own = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(own)
+        if world_size > torch.cuda.device_count() and not one_gpu:
+            # NCCL takes ranks of one GPU from several machines alone, and joins them by sockets
+            os.environ["NCCL_HOSTID"] = f"machine of rank {rank}"
     from flux_megatron import settings
 
     settings.reload()
-    dist.init_process_group(  # NCCL takes no two ranks of one GPU
+    dist.init_process_group(
         "gloo" if own is None else "nccl", store=store, rank=rank, world_size=world_size,
         device_id=own,
     )  # fmt: skip

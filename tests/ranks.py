@@ -6,9 +6,9 @@ in 20 ms. It enters no FakeTensorMode: in a CUDA build of torch that sees no GPU
 would start threads after which no fork can run backward. GPU ranks take ten seconds to start, so
 they serve many tests (`rank_pool`); their bodies must be functions of a module. `on_device` takes
 the GPUs if there are some: one a rank, or with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 as many
-ranks as a test wants on those that there are, over gloo. Kernels of such ranks take turns, and
-nothing is said of the memory order between GPUs. If one rank fails all are stopped, and the failure
-carries every rank's traceback.
+ranks as a test wants on those that there are, which NCCL joins by sockets. Kernels of such ranks
+take turns, and nothing is said of the memory order between GPUs. If one rank fails all are stopped,
+and the failure carries every rank's traceback.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ import pytest
 import rank_pool
 import torch
 import torch.multiprocessing as mp
-from rank_process import RankFailure, Ranks
+from rank_process import Ranks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHARED = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
 GPU_RANKS = torch.cuda.device_count()  # that tests may start
 if SHARED and DEVICE == "cuda":
-    GPU_RANKS = max(2, GPU_RANKS)
+    GPU_RANKS = max(4, GPU_RANKS)
+# for tests of which GPU is whose, and of races, which take minutes where kernels take turns
+OWN_GPUS = pytest.mark.skipif(SHARED or GPU_RANKS < 2, reason="needs two GPUs")
 # For tests of what overlaps. Without it interpreted calls are fused too, but on GPUs that the cost
 # model knows shards of few rows are left to `sequential`.
 FUSED = {"FLUX_MEGATRON_STRATEGY": "fused"}
@@ -70,14 +72,9 @@ def run_ranks(
     GPUs are seen: kernels are compiled in such a process, and do not take tensors of the CPU.
     """
     if device == "cuda":
-        try:
-            return rank_pool.run(
-                body, world_size, args, limit_s=limit_s, environment=environment or {}, fresh=fresh
-            )
-        except RankFailure as failure:
-            if SHARED and "Duplicate GPU detected" in str(failure):
-                pytest.skip("NCCL refuses two ranks of one GPU")
-            raise
+        return rank_pool.run(
+            body, world_size, args, limit_s=limit_s, environment=environment or {}, fresh=fresh
+        )
     if DEVICE == "cuda":
         pytest.skip("ranks on the CPU need a process that sees no GPU: CUDA_VISIBLE_DEVICES=")
     prepare()

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import GPU_RANKS, here, on_cpu_ranks
+from ranks import OWN_GPUS, here, on_cpu_ranks
 
 from flux_megatron.kernels import compiled_ahead
 from flux_megatron.kernels.triton_launch import Code
@@ -167,7 +167,7 @@ ON = {
 
 
 @pytest.mark.gpus(2)
-@pytest.mark.skipif(GPU_RANKS < 2, reason="needs two GPUs")
+@OWN_GPUS
 @on_cpu_ranks(2, device="cuda", environment=ON, fresh=True, limit_s=240)
 def test_training_compiles_nothing_after_its_first_step(rank):
     import triton

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from cases import ON_HOPPER, Case, operands
 from closeness import assert_exact
 from layer_cases import layer
-from ranks import GPU_RANKS, run_ranks
+from ranks import GPU_RANKS, OWN_GPUS, run_ranks
 from test_repeated_calls import counted
 
 import flux_megatron
@@ -88,6 +88,7 @@ def seen(rank: int) -> str:
     return link.of(torch.device("cuda", rank))
 
 
+@OWN_GPUS
 def test_ranks_that_see_one_gpu_each():
     """The link is that of ranks which see all GPUs, so plans are the same."""
     expected = [(1, name, None) for name in run_ranks(seen, 2, device="cuda")]
@@ -111,6 +112,7 @@ def unshared(rank: int) -> tuple[int, dict, str | None]:
     return len(lines), flux_megatron.report().calls, space.unavailable
 
 
+@OWN_GPUS
 def test_gpus_that_share_no_memory_fall_back_and_say_so_once():
     for lines, calls, reason in run_ranks(unshared, 2, device="cuda", environment=ONE_EACH):
         assert lines == 1
@@ -139,6 +141,7 @@ def without_set_device(rank: int) -> int:
     return torch.cuda.memory_allocated(0) if rank else 0
 
 
+@OWN_GPUS
 def test_ranks_that_set_no_device():
     """Nor is memory of another rank's GPU taken."""
     answers = run_ranks(

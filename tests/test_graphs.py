@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from cases import ON_HOPPER, Case, Operands, operands
 from closeness import assert_exact
-from ranks import FUSED, GPU_RANKS, SHARED, be_late, on_device, on_device_ranks
+from ranks import FUSED, GPU_RANKS, be_late, on_device, on_device_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops
@@ -110,8 +110,6 @@ def replays(rank: int, plan: Plan) -> None:
 
 @pytest.mark.parametrize("strategy", PLANS)
 def test_replays_between_eager_calls(strategy):
-    if SHARED and strategy == "sequential":
-        pytest.skip("no graph captures gloo, and NCCL refuses two ranks of one GPU")
     on_device(replays, min(4, GPU_RANKS), PLANS[strategy])
 
 
