@@ -41,6 +41,7 @@ class Session:
         row = {
             "what": what, "slurm": self.slurm_version, "torch": torch.__version__,
             "nodes": self.slurm.count, "cpus": os.cpu_count(), "commit": self.given.commit,
+            "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
             **values,
         }  # fmt: skip
         print(json.dumps(row), flush=True)

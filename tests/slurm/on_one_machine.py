@@ -10,7 +10,7 @@ WHAT is one of
 
 OPTIONS go to `flux-megatron launch`; `--set parallel.tp=2` and its like choose the layout. Rows go
 to OUT/rows.jsonl, runs into OUT too. Each node takes itself for a machine of its own, so ranks of
-two nodes meet through sockets.
+two nodes meet through sockets. Where there are fewer GPUs than they want, nodes share some.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
+import torch
 from launched_jobs import ON_CPU, ON_GPUS, Job, Session
 from slurm_cluster import SlurmCluster
 
@@ -173,9 +174,11 @@ def main() -> None:
     nodes = given.nodes + (given.what == "faults")
     if given.what == "ranks":
         nodes = -(-max(given.ranks) // 8)
+    firsts = [given.gpus * min(node, given.nodes - 1) for node in range(nodes)]
+    here = torch.cuda.device_count()
     gpus = [
-        [f"/dev/nvidia{given.gpus * min(node, given.nodes - 1) + n}" for n in range(given.gpus)]
-        for node in range(nodes if given.gpus else 0)
+        [f"/dev/nvidia{(first + n) % here}" for n in range(given.gpus)]
+        for first in (firsts if given.gpus else [])
     ]
     if given.gpus:
         there = {"cluster.nodes": given.nodes, "cluster.gpus_per_node": given.gpus}
