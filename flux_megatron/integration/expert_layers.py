@@ -12,9 +12,11 @@ one storage from the beginning, in Megatron's buffers later (`expert_parameters`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.transformer.moe import experts as stock
 from torch import Tensor
 
@@ -52,6 +54,18 @@ class _Forward:
             return activation.gated(hidden, received, self.config.activation_func, weights)
         y = self.config.activation_func(hidden)
         return y if weights is None else activation.scaled(y, weights)
+
+    def _after_activation(self, gemm: Callable[[Tensor], Tensor], *given: Tensor) -> Tensor:
+        """The second GEMM, of what `_activated` makes of `given`: made again for its backward where
+        the activations of experts are recomputed.
+        """
+        modules = self.config.recompute_modules or ()
+        if self.config.recompute_granularity != "selective" or "moe_act" not in modules:
+            return gemm(self._activated(*given))
+        checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=self.config.fp8)
+        y = gemm(checkpoint.checkpoint(self._activated, *given))
+        checkpoint.discard_output_and_register_recompute(y)
+        return y
 
     def _capacity(self, x: Tensor) -> int:
         tokens = len(x) // self.config.moe_router_topk
@@ -104,8 +118,11 @@ class _Separate(_Forward):
         )  # fmt: skip
         rows = once.send(x, routes, group)
         hidden = once.multiply(rows, first, routes, wgrad)
-        hidden = self._activated(hidden, routes.received, weights)
-        return once.give_back(once.multiply(hidden, second, routes, wgrad), routes, group)
+        y = self._after_activation(
+            lambda rows: once.multiply(rows, second, routes, wgrad),
+            hidden, routes.received, weights,
+        )  # fmt: skip
+        return once.give_back(y, routes, group)
 
     def _multiplied(self, x: Tensor, counts: Tensor, capacity: int) -> Tensor:
         first, second, wgrad = self._there()
@@ -113,8 +130,10 @@ class _Separate(_Forward):
         hidden, received = separate.a2a_gemm(
             x, first, counts, group, capacity=capacity, wgrad=wgrad
         )
-        hidden = self._activated(hidden, received)
-        return separate.gemm_a2a(hidden, second, counts, group, tokens=len(x), wgrad=wgrad)
+        given = {"tokens": len(x), "wgrad": wgrad}
+        return self._after_activation(
+            lambda rows: separate.gemm_a2a(rows, second, counts, group, **given), hidden, received
+        )
 
     def _fuses_wgrad(self, parameters: list[Any]) -> bool:
         """Gradients of Megatron's FSDP, and of experts of which some are frozen, go by autograd."""
@@ -160,7 +179,10 @@ if hasattr(stock, "GroupedMLP"):
             hidden, received = ops.a2a_gemm(
                 x, first, counts, self.ep_group, capacity=capacity, layout="nn"
             )
-            hidden = self._activated(hidden, received)
-            return ops.gemm_a2a(hidden, second, counts, self.ep_group, tokens=len(x), layout="nn")
+            given = {"tokens": len(x), "layout": "nn"}
+            return self._after_activation(
+                lambda rows: ops.gemm_a2a(rows, second, counts, self.ep_group, **given),
+                hidden, received,
+            )  # fmt: skip
 
     OURS["GroupedMLP"] = FluxLegacyGroupedExperts

@@ -1,9 +1,9 @@
 """A Mixture of Experts of Megatron's whose all-to-all is hidden behind the experts' GEMMs.
 
-`FluxTokenDispatcher` takes the place of Megatron's all-to-all dispatcher and leaves the rows where
-they are: it sorts them by expert and counts them, on the device. The experts (`expert_layers`) send
-them within their first GEMM and get them back within their second, so they multiply by the router's
-probabilities where the rows came from: the second GEMM is linear.
+`FluxTokenDispatcher` takes the place of Megatron's all-to-all and all-gather dispatchers, and
+leaves the rows where they are: it sorts them by expert and counts them, on the device. The experts
+(`expert_layers`) send them within their first GEMM and get them back within their second, so they
+multiply by the router's probabilities where the rows came from: the second GEMM is linear.
 
 With FLUX_MEGATRON_EXPERTS_ONCE=1 it does not even sort: the experts get tokens and choices as the
 router gives them, and a token travels once to a rank.
@@ -23,12 +23,18 @@ from flux_megatron.expert_parallel import once
 from flux_megatron.integration.expert_layers import OURS
 from flux_megatron.integration.replaced import put_everywhere
 
+# those whose place ours takes: --moe-token-dispatcher-type
+DISPATCHERS = {
+    "alltoall": "MoEAlltoAllTokenDispatcher", "allgather": "MoEAllGatherTokenDispatcher",
+}  # fmt: skip
+
 
 def use() -> None:
     """Models built after this have our dispatcher and experts, where they would have had
-    Megatron's all-to-all dispatcher and experts.
+    Megatron's, of `DISPATCHERS`.
     """
-    put_everywhere("MoEAlltoAllTokenDispatcher", FluxTokenDispatcher)
+    for dispatcher in DISPATCHERS.values():
+        put_everywhere(dispatcher, FluxTokenDispatcher)
     for name, experts in OURS.items():
         put_everywhere(name, experts)
 
@@ -41,15 +47,25 @@ class FluxTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
     tokens_per_expert: Any
     once: bool  # whether a token of this call travels once
+    beside: Any = None  # the shared experts with --moe-shared-expert-overlap
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if reason := why_not(self.config, self.tp_size):
             raise ValueError(f"--flux-experts cannot run this model: {reason}")
 
+    def set_shared_experts(self, shared_experts: Any) -> None:
+        """They run on a stream of their own, beside all that the others do."""
+        self.beside = shared_experts
+
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
+        if self.beside is not None:
+            self.beside.pre_forward_comm(hidden_states)
+            self.beside.linear_fc1_forward_and_act()
+            self.beside.linear_fc2_forward()
+            self.beside.post_forward_comm()
         self.once = self._sends_once(hidden_states)
         if not self.once:
             if self.config.moe_expert_capacity_factor:
@@ -70,9 +86,11 @@ class FluxTokenDispatcher(MoEAlltoAllTokenDispatcher):
         return reason is None
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        if not self.once:
-            return super().combine_postprocess(hidden_states)
-        return hidden_states.view(self.hidden_shape)
+        if self.once:
+            y = hidden_states.view(self.hidden_shape)
+        else:
+            y = super().combine_postprocess(hidden_states)
+        return y if self.beside is None else y + self.beside.get_output()
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
         self.num_out_tokens = len(routing_map) * self.config.moe_router_topk
@@ -108,7 +126,6 @@ def why_not(config: Any, tp_size: int) -> str | None:
         "moe_pad_expert_input_to_capacity": "experts are padded",
         "moe_router_padding_for_quantization": "the routing map is padded",
         "moe_router_padding_for_fp8": "the routing map is padded",
-        "moe_shared_expert_overlap": "shared experts run beside the all-to-all",
         "moe_apply_probs_on_input": "probabilities come before the first GEMM",
         "moe_single_grouped_weight": "the experts of a linear are one parameter",
         "use_transformer_engine_op_fuser": "TransformerEngine fuses the experts' operations",
@@ -126,9 +143,9 @@ def why_not(config: Any, tp_size: int) -> str | None:
     for name, reason in unsupported.items():
         if getattr(config, name, None):
             return f"{reason} ({name})"
-    selective = getattr(config, "recompute_granularity", None) == "selective"
-    if selective and "moe_act" in (config.recompute_modules or ()):
-        return "activations of experts are recomputed (recompute_modules moe_act)"
+    graphs = getattr(config, "cuda_graph_impl", None) or "none"
+    if getattr(config, "moe_shared_expert_overlap", False) and graphs != "none":
+        return "shared experts run beside the others in a CUDA graph (moe_shared_expert_overlap)"
     if tp_size > 1:
         given = f"experts are divided over {tp_size} tensor-parallel ranks"
         return f"{given}, 1 expected (--expert-tensor-parallel-size 1)"

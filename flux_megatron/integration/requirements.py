@@ -204,8 +204,9 @@ def of_fp8(args: Any, of_te: bool) -> Iterator[Refusal]:
 def _of_experts(args: Any) -> Iterator[Refusal]:
     """What our dispatcher would refuse later, when ranks have started and build their layers."""
     dispatcher = getattr(args, "moe_token_dispatcher_type", None)
-    if dispatcher != "alltoall":
-        why = f"--moe-token-dispatcher-type {dispatcher} given, alltoall expected"
+    if dispatcher not in experts.DISPATCHERS:
+        expected = " or ".join(experts.DISPATCHERS)
+        why = f"--moe-token-dispatcher-type {dispatcher} given, {expected} expected"
         yield Refusal("--flux-experts", why)
     tp = getattr(args, "tensor_model_parallel_size", None)  # Megatron's default for experts too
     divided = getattr(args, "expert_tensor_parallel_size", None) or tp or 1

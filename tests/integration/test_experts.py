@@ -34,12 +34,24 @@ CASES = {
         "gated_linear_unit": True, "activation_func": F.silu,
     },
 }  # fmt: skip
+ACT = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
+# that Megatron runs without TransformerEngine; on a stream of their own, or of the CPU none
+SHARED = {
+    "moe_shared_expert_intermediate_size": 24, "moe_shared_expert_overlap": True,
+    "moe_shared_expert_gate": True,
+}  # fmt: skip
+MORE = {
+    "recomputed activations": CASES["swiglu, empty experts"] | ACT,
+    "shared experts beside": CASES["two a token"] | SHARED,
+    "all-gather": CASES["two a token"] | {"moe_token_dispatcher_type": "allgather"},
+}
 
 
 @contextlib.contextmanager
 def ours() -> Iterator[None]:
     with (
         mock.patch.object(moe_layer, "MoEAlltoAllTokenDispatcher", None),
+        mock.patch.object(moe_layer, "MoEAllGatherTokenDispatcher", None),
         mock.patch.object(backends, "SequentialMLP", None),
     ):
         experts.use()
@@ -56,7 +68,9 @@ EXPERTS = {
 
 def build(sequence: int, **more) -> GPTModel:
     sbs.seed()
-    config = sbs.settings(1, False, torch.float32, **EXPERTS, **more)
+    late = {name: more.pop(name) for name in ACT if name in more}  # refused of experts on the CPU
+    config = sbs.settings(1, False, torch.float32, **EXPERTS | more)
+    vars(config).update(late)
     spec = gpt_block_spec(config)
     return GPTModel(config, spec, VOCAB, sequence, position_embedding_type="rope")
 
@@ -86,17 +100,18 @@ def trained(rank: int, sequence: int, more: dict) -> tuple[list[float], dict[str
     ("case", "sequence", "strategy"),
     [
         ("two a token", 12, "fused"), ("swiglu, empty experts", 3, "fused"),
-        ("two a token", 5, "signalled"),
+        ("two a token", 5, "signalled"), *[(case, 7, "fused") for case in MORE],
     ],
 )  # fmt: skip
 @on_cpu_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
 def test_losses_are_those_of_the_stock_dispatcher(rank, case, sequence, strategy):
     sbs.start(1, expert_model_parallel_size=2)
+    settings = {**CASES, **MORE}[case]
     with sbs.splits_as_lists():
-        stock_losses, stock_gradients = trained(rank, sequence, CASES[case])
+        stock_losses, stock_gradients = trained(rank, sequence, settings)
     assert not flux_megatron.report().calls
     with ours():
-        losses, gradients = trained(rank, sequence, CASES[case])
+        losses, gradients = trained(rank, sequence, settings)
     torch.testing.assert_close(losses, stock_losses, rtol=2e-6, atol=0)
     torch.testing.assert_close(gradients, stock_gradients, rtol=2e-4, atol=2e-6)
     parallel_state.destroy_model_parallel()
@@ -108,7 +123,7 @@ def test_losses_are_those_of_the_stock_dispatcher(rank, case, sequence, strategy
 
 # with fewer experts for some tokens, and none for others
 DROPPED = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_expert_capacity_factor": 0.5}
-ONCE = CASES | {"dropped": DROPPED}
+ONCE = CASES | MORE | {"dropped": DROPPED}
 
 
 @pytest.mark.parametrize("case", ONCE)
@@ -134,13 +149,14 @@ def test_the_flag_puts_them_in_place(rank):
     assert transformer_engine_spec_provider.TEGroupedMLP is expert_layers.FluxGroupedExperts
 
 
-ACT = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
 REFUSED = {
-    "activations of experts are recomputed": ACT,
+    "beside the others in a CUDA graph": {
+        "moe_shared_expert_overlap": True, "cuda_graph_impl": "local",
+    },
     **{rf"\({name}\)$": {name: 1} for name in (
         "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity",
         "moe_router_padding_for_quantization", "moe_router_padding_for_fp8",
-        "moe_shared_expert_overlap", "moe_apply_probs_on_input", "moe_single_grouped_weight",
+        "moe_apply_probs_on_input", "moe_single_grouped_weight",
         "use_transformer_engine_op_fuser", "moe_mlp_glu_interleave_size", "delay_wgrad_compute",
         "overlap_dispatch_backward_with_experts_wgrad", "overlap_moe_expert_parallel_comm",
         "add_bias_linear",
@@ -172,13 +188,28 @@ def test_divided_experts_and_other_dispatchers_are_refused_before_the_start():
     args.expert_tensor_parallel_size = 1
     assert not requirements.refusals(args, {})
     args.moe_token_dispatcher_type = "allgather"
-    with pytest.raises(ValueError, match="type allgather given, alltoall expected"):
+    assert not requirements.refusals(args, {})
+    args.moe_token_dispatcher_type = "flex"
+    with pytest.raises(ValueError, match="type flex given, alltoall or allgather expected"):
         install.install_from(args)
 
 
 @on_cpu_ranks(2)
 def test_a_model_that_no_argument_tells_of_is_refused_when_it_is_built(rank):
     sbs.start(1, expert_model_parallel_size=2)
-    for more in ({"moe_expert_capacity_factor": 1.0}, ACT | {"moe_grouped_gemm": True}):
+    for more in ({"moe_expert_capacity_factor": 1.0}, {"moe_apply_probs_on_input": True}):
         with ours(), pytest.raises(ValueError, match="--flux-experts cannot run this model"):
             build(4, **CASES["two a token"], **more)
+
+
+@pytest.mark.parametrize("once", ["0", "1"])
+@on_cpu_ranks(2, environment={"FLUX_MEGATRON_EXPERTS_ONCE": "{once}"})
+def test_activations_of_experts_are_made_again_for_backward_where_that_is_asked(rank):
+    sbs.start(1, expert_model_parallel_size=2)
+    layers, made = 2, expert_layers.FluxExperts._activated
+    for more, times in (({}, 1), (ACT, 2)):
+        with ours(), mock.patch.object(expert_layers.FluxExperts, "_activated", autospec=True) as of:
+            of.side_effect = made
+            trained(rank, 5, CASES["two a token"] | more)
+        assert of.call_count == times * layers * STEPS
+    parallel_state.destroy_model_parallel()
