@@ -11,7 +11,7 @@ import torch.distributed as dist
 from cases import Case, call, operands
 from closeness import assert_exact
 from layer_cases import check, layer
-from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
+from ranks import DEVICE, here, on_cpu_ranks, on_device, on_device_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops, pieces
@@ -189,6 +189,20 @@ def test_between_nodes_where_nothing_else_overlaps(rank):
     with mock.patch.object(places, "machine", return_value=f"node-{rank // 2}"):
         layers(rank)
     assert "spans 2 nodes" in workspace(dist.group.WORLD, torch.device("cpu")).unavailable
+
+
+APART = {"FLUX_MEGATRON_STRATEGY": "signalled", "NCCL_HOSTID": "machine of rank {rank}"}
+
+
+def between_machines(rank: int) -> None:
+    with mock.patch.object(places, "machine", return_value=f"machine of rank {rank}"):
+        layers(rank)
+    assert "spans 2 nodes" in workspace(dist.group.WORLD, here()).unavailable
+
+
+def test_between_machines_of_one_gpu_each():
+    """Which sockets of NCCL join, or gloo's."""
+    on_device(between_machines, 2, environment=APART, fresh=True)
 
 
 @on_cpu_ranks(2)
