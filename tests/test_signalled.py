@@ -158,11 +158,18 @@ def test_default_plans_have_bands_of_whole_tiles():
             for plan in registry.candidates(problem, "signalled"):
                 block = plan.tile.block_m
                 assert all(size % block == 0 for size in plan.group_rows)
-                assert 0 < rows - sum(plan.group_rows) <= max(block, *plan.group_rows, 0)
+                last, largest = rows - sum(plan.group_rows), max(block, *plan.group_rows, 0)
+                equal = len({*plan.group_rows}) < 2
+                assert 0 < last <= (largest if equal else 2 * largest)
     assert len(plan.group_rows) == 7
     for pattern in (ROW, Pattern.GEMM_AR):
         asked = Problem(pattern, 8192, 12288, 12288, "bfloat16", 2, device=DEVICE)
         assert len(signalled.default_plan(asked).group_rows) == 3, "four bands"
+        rows = signalled.rows_of(asked)
+        for plan, grow in zip(signalled.candidates(asked)[:2], (True, False), strict=True):
+            bands_of = [*plan.group_rows, rows - sum(plan.group_rows)]
+            assert bands_of == sorted(bands_of, reverse=not grow)
+            assert max(bands_of) > 3 * min(bands_of)
 
 
 def layers(rank: int) -> None:

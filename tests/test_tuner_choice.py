@@ -24,7 +24,7 @@ from flux_megatron.kernels.hopper.config import NARROW
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.overlap import hopper, low_latency_plans, registry
 from flux_megatron.overlap.report import report
-from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.problem import Pattern, Plan, Problem, Tile
 from flux_megatron.symm.agreement import Agreement
 from flux_megatron.tuning import choice, environment, plan_cache, plan_table, tuner
 from flux_megatron.tuning.plan_entry import Entry, Measured
@@ -300,10 +300,12 @@ def test_a_plan_keeps_its_share_of_rows():
     assert for_rows(HALVES, 4096, LAYER) == HALVES
     assert for_rows(HALVES, 4096, replace(LAYER, M=6000)).comm_rows == 1500
     assert for_rows(PLAIN, 4096, replace(LAYER, M=6000)) == PLAIN
-    bands, on_cpu = Plan("signalled", group_rows=(512, 512)), replace(LAYER, M=6000, device="cpu")
-    default = registry.strategy(on_cpu, "signalled").default_plan(on_cpu)
-    assert for_rows(bands, 4096, on_cpu) == default
-    assert for_rows(bands, 6000, on_cpu) == bands
+    bands = Plan("signalled", tile=Tile(64, 64, 32), group_rows=(256, 512))
+    on_cpu = replace(LAYER, M=6016, device="cpu")
+    assert LAYER.world_size == 2, "1280 rows are in the last band of 2048"
+    assert for_rows(bands, 4096, on_cpu).group_rows == (384, 768)
+    assert for_rows(bands, 4096, replace(on_cpu, M=2)).group_rows == ()
+    assert for_rows(bands, 6016, on_cpu) == bands
 
 
 def test_a_plan_of_rows_that_its_strategy_cannot_run_is_refused(monkeypatch):

@@ -13,7 +13,7 @@ rows for wgrad alone `sequential` gathers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -42,7 +42,12 @@ NEEDS_SYMMETRIC_MEMORY = False
 
 _SUM = dist.ReduceScatterOptions()
 
-GROUPS = 4
+GROUPS = (1,) * 4  # rows of bands, as shares of all
+# The longer of GEMM and collectives is exposed by its first or last band alone if each band's GEMM
+# takes as long as the collective before it, so bands grow where collectives take longer, and shrink
+# where the GEMM does. Equal ones expose a fourth of the shorter.
+GROWING = 32, 48, 72, 108, 162, 243
+SHRINKING = GROWING[::-1]
 # 4 groups, M = 8192, 2 x H200, with 8 and 16 SMs: GEMM+RS, K 49152, 5926 and 6324 us, K 12288 1825
 # and 1907; GEMM+AR 6079 and 6427, 1981 and 2015 (h200x2/signalled.jsonl).
 COMM_SMS = 8
@@ -61,18 +66,45 @@ def why_not(problem: Problem, plan: Plan) -> str | None:
 
 
 def candidates(problem: Problem) -> list[Plan]:
-    """Plans worth measuring where no model predicts better ones: fewer and more groups."""
-    return [_plan(problem, groups, COMM_SMS) for groups in (GROUPS, 2, 8)]
+    """Plans worth measuring where no model predicts better ones. A gather takes more SMs than
+    reductions where nobody bounds them.
+    """
+    default = default_plan(problem)
+    others = [_plan(problem, shares, default.comm_sms) for shares in (GROWING, SHRINKING)]
+    return [*others, _plan(problem, GROUPS, COMM_SMS), _plan(problem, (1,) * 8, COMM_SMS)]
 
 
-def _plan(problem: Problem, groups: int, comm_sms: int) -> Plan:
+def _plan(problem: Problem, shares: Sequence[int], comm_sms: int) -> Plan:
     tile = fused.default_plan(problem).tile
     if tile == hopper_config.TILE:
         tile = replace(tile, group_m=16)  # as `hopper` has it
-    rows = problem.M_shard if problem.spec.scatters or problem.spec.gathers else problem.M
-    band = cdiv(cdiv(rows, tile.block_m), groups) * tile.block_m
-    group_rows = (band,) * (cdiv(rows, band) - 1)
+    group_rows = _group_rows(rows_of(problem), tile.block_m, shares)
     return Plan("signalled", tile=tile, group_rows=group_rows, comm_sms=comm_sms)
+
+
+def rows_of(problem: Problem) -> int:
+    """That `group_rows` divides."""
+    return problem.M_shard if problem.spec.scatters or problem.spec.gathers else problem.M
+
+
+def for_rows(plan: Plan, problem: Problem, rows: int) -> Plan:
+    """The plan of `rows` as one of the problem's, with bands of the same shares."""
+    shares = (*plan.group_rows, rows - sum(plan.group_rows))
+    group_rows = _group_rows(rows_of(problem), plan.tile.block_m, shares)
+    return replace(plan, group_rows=group_rows)
+
+
+def _group_rows(rows: int, block_m: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """Of all bands but the last: whole tiles, as long as there are some."""
+    tiles, total, found = cdiv(rows, block_m), sum(shares), []
+    left = tiles
+    for share in shares[:-1]:
+        taken = cdiv(tiles * share, total)
+        if taken >= left:
+            break
+        found.append(taken * block_m)
+        left -= taken
+    return tuple(found)
 
 
 def _ag_gemm(p: CallProgram) -> Slot:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.overlap import registry, sequential
+from flux_megatron.overlap import registry, sequential, signalled
 from flux_megatron.problem import Plan, Problem
 
 # The binary logarithm of the M that stands for a range, from 1/sqrt(2) to sqrt(2) of it; the first
@@ -78,13 +78,15 @@ class PlanTable:
 
 
 def for_rows(plan: Plan, M: int, problem: Problem) -> Plan:
-    """The plan of M rows as one of the problem's rows: with as many communication tiles. The
-    strategy's own plan in place of one with wave groups, or of one that these rows do not allow.
+    """The plan of M rows as one of the problem's rows: with as many communication tiles, and wave
+    groups of the same shares. The strategy's own plan in place of one that these rows do not allow.
     """
     if M != problem.M and plan.comm_rows:
         comm_tiles = cdiv(M // problem.world_size, plan.comm_rows)
         plan = replace(plan, comm_rows=cdiv(problem.M_shard, comm_tiles))
-    if (M != problem.M and plan.group_rows) or registry.why_not(problem, plan):
+    if M != problem.M and plan.group_rows:
+        plan = signalled.for_rows(plan, problem, signalled.rows_of(replace(problem, M=M)))
+    if registry.why_not(problem, plan):
         return _default(problem, plan.strategy)
     return plan
 
