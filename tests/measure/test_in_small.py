@@ -26,6 +26,7 @@ from flux_megatron.lab.measure import (
     fp8_operations,
     gpu_run,
     iterations,
+    megatron_jobs,
     without_collectives,
 )
 
@@ -46,6 +47,7 @@ for i in range(1, steps + 1):
         print(f" [2026-11-21 18:00:{i % 60:02}] iteration {i}/ {steps} | "
               f"elapsed time per iteration (ms): {milliseconds} | global batch size: {batch} | "
               "lm loss: 1.0 | number of skipped iterations: 0 | number of nan iterations: 0 |")
+        print("without_collectives: copies took 5.000 ms")
 """  # noqa: E501
 
 
@@ -168,7 +170,7 @@ def test_whole_iterations_and_a_process_that_fails(tmp_path, monkeypatch, capsys
     assert times == {"stock": (120, 36), "flux": (105, 36), "without_collectives": (100, 36)}
     flux = rows[1]
     assert flux["speedup_low_middle_high"][1] == pytest.approx(120 / 105, abs=1e-3)
-    assert flux["E"] == 0.75
+    assert (flux["E"], flux["copies_ms"]) == (0.6, 5)  # 15 of the 20 and 5 ms
 
 
 def test_the_arm_without_collectives(monkeypatch):
@@ -197,6 +199,14 @@ def test_the_arm_without_collectives(monkeypatch):
     assert made.all_reduce.call_count == 6
     assert arms.result().iterations == 1
     assert not arm.stock_now()
+
+
+def test_an_iteration_without_collectives_says_what_its_copies_took(capsys, monkeypatch):
+    events = [(mock.Mock(elapsed_time=lambda end, ms=ms: ms), None) for ms in (0.25, 0.5)]
+    monkeypatch.setattr(without_collectives, "_copied", events)
+    with without_collectives.left_out():
+        assert not without_collectives._copied
+    assert megatron_jobs.COPIES.findall(capsys.readouterr().out) == ["0.750"]
 
 
 def test_time_in_which_only_communication_runs(tmp_path):

@@ -66,8 +66,12 @@ RANK = __file__
 SHOWN = ("model", "tp", "dp", "pp", "M", "micro_batches", "arm")
 
 
-def compared(times: dict[int, float], length: Length) -> tuple[dict[str, list[float]], dict]:
-    """Times of each arm, and columns of our row: low, middle and high speedup, in words, and E."""
+def compared(
+    times: dict[int, float], length: Length, copies_ms: float
+) -> tuple[dict[str, list[float]], dict]:
+    """Times of each arm, and columns of our row: low, middle and high speedup, in words, and E.
+    `copies_ms` of the arm without collectives are none that it would need.
+    """
     from flux_megatron.integration.comparison import WARM_UP as COLD
     from flux_megatron.integration.comparison import speedup
 
@@ -81,15 +85,16 @@ def compared(times: dict[int, float], length: Length) -> tuple[dict[str, list[fl
     ratio = [round(value, 4) for value in (low, found.ratio, high)]
     arms = {name: [*chain(*blocks)] for name, blocks in by_arm.items()}
     stock, flux, best = (statistics.median(arms[name]) for name in TURN)
-    E = round((stock - flux) / (stock - best), 3)
-    return arms, {"speedup_low_middle_high": ratio, "speedup": str(found), "E": E}
+    E = round((stock - flux) / (stock - (best - copies_ms)), 3)
+    columns = {"speedup_low_middle_high": ratio, "speedup": str(found), "E": E}
+    return arms, columns | {"copies_ms": copies_ms}
 
 
-def rows(job: Job, times: dict[int, float], machine: dict) -> Iterator[dict]:
+def rows(job: Job, times: dict[int, float], machine: dict, copies_ms: float = 0) -> Iterator[dict]:
     arms = {job.name: [ms for number, ms in times.items() if number > WARM_UP]}
     columns: dict[str, object] = {}
     if job.name == "compare":
-        arms, columns = compared(times, job.length)
+        arms, columns = compared(times, job.length, copies_ms)
     model, words = job.workload.model, job.words
     last = len(words) - words[::-1].index("--transformer-impl")  # which counts
     for arm, milliseconds in arms.items():
@@ -144,7 +149,8 @@ def main(
         processes = _one_ahead(wanted, checkout, Path(folder))
         for process in processes:
             try:
-                found = list(rows(process.job, process.times_ms(limit_s), machine))
+                times = process.times_ms(limit_s)
+                found = list(rows(process.job, times, machine, process.copies_ms()))
             except ResultsError as error:
                 print(error, file=sys.stderr, flush=True)
                 good = False

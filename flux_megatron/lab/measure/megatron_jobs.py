@@ -6,6 +6,7 @@ import faulthandler
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ EXPERIMENTS = (
 BLOCK, PAIRS = 5, 9  # 36 timed iterations of each arm; with 5 pairs one odd pair hid 5 %
 WARM_UP, TIMED = 10, 30  # of an arm that has a process of its own
 ARMS = ("compare", "te")
+COPIES = re.compile(r"^without_collectives: copies took ([\d.]+) ms$", re.MULTILINE)
 TURN = ("stock", "flux", "without_collectives")  # of a comparison
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "tp": {},
@@ -144,6 +146,12 @@ class Process:
             raise ResultsError("\n".join([f"{self.job.name}, M {self.job.M}: {code}", *said]))
         series = logs.of_megatron(self.logs, self.job.workload.training.global_batch)
         return {i.number: round(1e3 * i.seconds, 2) for i in series.iterations}
+
+    def copies_ms(self) -> float:
+        """Of an iteration without collectives, the copies in their places."""
+        said = (file.read_text(errors="replace") for file in self.logs.rglob("stdout.log"))
+        found = [float(ms) for log in said for ms in COPIES.findall(log)]
+        return round(statistics.median(found), 3) if found else 0.0
 
     def stop(self) -> None:
         self.process.terminate()
