@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine_spec_provider
 from megatron.core.models import backends
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_layer, moe_utils
 from ranks import on_cpu_ranks
 
@@ -38,7 +39,8 @@ ACT = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
 # that Megatron runs without TransformerEngine; on a stream of their own, or of the CPU none
 SHARED = {
     "moe_shared_expert_intermediate_size": 24, "moe_shared_expert_overlap": True,
-    "moe_shared_expert_gate": True,
+    # from 0.16 on
+    **dict.fromkeys({"moe_shared_expert_gate"} & {*TransformerConfig.__dataclass_fields__}, True),
 }  # fmt: skip
 MORE = {
     "recomputed activations": CASES["swiglu, empty experts"] | ACT,
@@ -206,10 +208,11 @@ def test_a_model_that_no_argument_tells_of_is_refused_when_it_is_built(rank):
 @on_cpu_ranks(2, environment={"FLUX_MEGATRON_EXPERTS_ONCE": "{once}"})
 def test_activations_of_experts_are_made_again_for_backward_where_that_is_asked(rank):
     sbs.start(1, expert_model_parallel_size=2)
-    layers, made = 2, expert_layers.FluxExperts._activated
+    layers, ours_are = 2, expert_layers.FluxExperts
+    made = ours_are._activated
     for more, times in (({}, 1), (ACT, 2)):
-        with ours(), mock.patch.object(expert_layers.FluxExperts, "_activated", autospec=True) as of:
-            of.side_effect = made
+        with ours(), mock.patch.object(ours_are, "_activated", autospec=True) as called:
+            called.side_effect = made
             trained(rank, 5, CASES["two a token"] | more)
-        assert of.call_count == times * layers * STEPS
+        assert called.call_count == times * layers * STEPS
     parallel_state.destroy_model_parallel()
