@@ -4,12 +4,13 @@
     TRITON_INTERPRET=1 python -m flux_megatron.lab.measure.bridge rows.jsonl --device cpu
 
 A model is made on the spot, with random weights in Hugging Face's format, and stands for the one
-that the recipes download: widths of Qwen3-8B and `--layers` layers, or tiny ones on the CPU. Tokens
-are Megatron's mock data. Cases: `pretrain` from initial values, `sft` and `lora` from the model's
+that the recipes download: widths of Qwen3-8B or another size, and `--layers` layers. Tokens are
+Megatron's mock data. Cases: `pretrain` from initial values, `sft` and `lora` from the model's
 weights. Arms are processes of their own: stock; `variable`, FLUX_MEGATRON_ENABLE=1; `replace`, in
 a pre-wrap hook of the provider; and stock once more, whose losses say what a second run changes.
-On GPUs the layers are TransformerEngine's, `--fp8` with the recipe `tensorwise`; on the CPU they
-are the local ones, in fp32.
+On GPUs the layers are TransformerEngine's, `--fp8` with the recipe `tensorwise`, in which the first
+and last layer stay in bf16; on the CPU they are the local ones, in fp32. Ranks may share a GPU
+(`gpu_run.share_gpus`): a row's `gpus` says so, and its times mean nothing then.
 
 A row an arm: losses, gradient norms, milliseconds a step, calls, fallbacks with their reasons, and
 how far its losses are from stock's. Exits 1 if an arm failed, is further apart than `BOUND`, or
@@ -30,36 +31,43 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 
 from flux_megatron.lab.bench.provenance import WITHOUT_MULTICAST
 from flux_megatron.lab.bench.table_run import append
+from flux_megatron.lab.measure import gpu_run
 
 CASES = "pretrain,sft,lora"
 ARMS = "stock,variable,replace,stock again"
 OURS = ("variable", "replace")
 BOUND = {"cpu": 1e-5, "cuda": 2e-2}  # of a loss, relative
 WIDTHS: Mapping[str, Mapping[str, int]] = {
-    "cuda": {
+    "8b": {
         "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
     },
-    "cpu": {
+    "1.7b": {  # with a vocabulary that is written in seconds
+        "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32768,
+    },
+    "tiny": {
         "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 128,
     },
 }  # fmt: skip
+SIZE = {"cuda": "8b", "cpu": "tiny"}
 TOKENS = {"cuda": 4096, "cpu": 16}  # of a sequence
 PACKAGES = ("megatron-bridge", "megatron-core", "transformer-engine", "torch")
 
 
-def make_model(folder: Path, device: str, layers: int) -> None:
-    """A random Qwen3 in Hugging Face's format."""
-    import torch
+def make_model(folder: Path, device: str, layers: int, size: str = "") -> None:
+    """A random Qwen3 in Hugging Face's format, with widths of this size."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(1)
-    config = Qwen3Config(**WIDTHS[device], num_hidden_layers=layers, tie_word_embeddings=False)
+    widths = WIDTHS[size or SIZE[device]]
+    config = Qwen3Config(**widths, num_hidden_layers=layers, tie_word_embeddings=False)
     model = Qwen3ForCausalLM(config)
     model.to(torch.float32 if device == "cpu" else torch.bfloat16).save_pretrained(folder)
 
@@ -110,7 +118,6 @@ def provider_in_small(model: Any) -> None:
 
 def _in_small(config: Any) -> None:
     """What needs a GPU is left out."""
-    import torch
     from megatron.bridge.training.mixed_precision import MixedPrecisionConfig
 
     provider_in_small(config.model)
@@ -124,22 +131,23 @@ def _in_small(config: Any) -> None:
 
 def rank(case: str, arm: str, folder: Path, about: Mapping[str, Any]) -> None:
     """One rank of one arm; rank 0 writes what it has seen into the folder."""
-    import torch
-
     from flux_megatron.overlap.report import report
 
     if about["device"] == "cpu":
         from flux_megatron.lab.cpu import pretend_gpu
 
         pretend_gpu()
+    else:
+        gpu_run.share_gpus()
     from megatron.bridge.training import initialize
     from megatron.bridge.training.callbacks import Callback
     from megatron.bridge.training.finetune import finetune
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
-    from flux_megatron.integration import replacing
+    from flux_megatron.integration import apex_shim, replacing
 
+    apex_shim.provide_wgrad_kernels()  # the recipes fuse gradients, and stock's output layer asks
     initialize.compile_helpers = lambda: None  # megatron-core's wheel has them, and no Makefile
     seen: dict[str, list[float]] = {"losses": [], "norms": [], "ms": []}
 
@@ -172,8 +180,8 @@ def run(case: str, arm: str, folder: Path, about: Mapping[str, Any], limit_s: fl
     """What rank 0 of an arm has seen; None if it failed."""
     (seen := folder / "seen.json").unlink(missing_ok=True)
     arguments = ["rank", case, arm, str(folder), json.dumps(about)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node",
-               str(about["ranks"]), __file__, *arguments]  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+               "--nproc-per-node", str(about["ranks"]), __file__, *arguments]  # fmt: skip
     environment = {**os.environ, **WITHOUT_MULTICAST, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     if about["device"] == "cpu":  # nothing is compiled for a GPU that is not there
         environment |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
@@ -219,19 +227,20 @@ def version(package: str) -> str | None:
 
 def main(
     out: Path, device: str = "cuda", tp: int = 2, ranks: int = 0, layers: int = 0, steps: int = 0,
-    cases: str = CASES, arms: str = ARMS, sp: bool = True, fp8: bool = False,
+    size: str = "", cases: str = CASES, arms: str = ARMS, sp: bool = True, fp8: bool = False,
     commit: str = "unknown", limit_s: float = 600,
 ) -> None:  # fmt: skip
-    """Run the cases; `ranks` more than `tp` are data-parallel."""
+    """Run the cases; `ranks` more than `tp` are data-parallel. `size`: of the WIDTHS."""
     small = device == "cpu"
     about: dict[str, Any] = {
         "device": device, "tp": tp, "ranks": ranks or tp, "sp": sp, "fp8": fp8,
+        "size": size or SIZE[device], "gpus": 0 if small else torch.cuda.device_count(),
         "layers": layers or (2 if small else 4), "steps": steps or (4 if small else 20),
         "commit": commit, **{name: version(name) for name in PACKAGES},
     }  # fmt: skip
     good = True
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder) / "model", device, about["layers"])
+        make_model(Path(folder) / "model", device, about["layers"], about["size"])
         for case in cases.split(","):
             right = 0
             for row in rows(case, arms, Path(folder), about, limit_s):

@@ -27,6 +27,17 @@ Case = TypeVar("Case")
 Calls = Mapping[str, Callable[[], object]]
 
 
+def share_gpus() -> None:
+    """Give a rank of torchrun, before its CUDA begins, a GPU that another has too, where there are
+    fewer than ranks and TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 allows it. NCCL takes ranks of
+    one GPU from several machines alone, and joins them by sockets: times mean nothing then.
+    """
+    rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    allowed = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
+    if allowed and int(os.environ["LOCAL_WORLD_SIZE"]) > gpus > 0:
+        os.environ |= {"LOCAL_RANK": str(rank % gpus), "NCCL_HOSTID": f"machine of rank {rank}"}
+
+
 def start(
     out: Path | None, commit: str, seconds: float, dtype: torch.dtype = torch.bfloat16
 ) -> Run:
@@ -35,6 +46,7 @@ def start(
     limit = timedelta(seconds=COLLECTIVE_LIMIT_S)
     if on_gpu:
         provenance.refuse_multicast()
+        share_gpus()
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device, timeout=limit)

@@ -162,8 +162,9 @@ def rank(gate: Path, script: str, arguments: list[str]) -> None:
     was.
     """
     from flux_megatron.integration import bootstrap
-    from flux_megatron.lab.measure import without_collectives
+    from flux_megatron.lab.measure import gpu_run, without_collectives
 
+    gpu_run.share_gpus()
     without_collectives.add()
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
     bootstrap.enter(script, arguments)
