@@ -56,18 +56,17 @@ WIDTHS: Mapping[str, Mapping[str, int]] = {
         "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 128,
     },
 }  # fmt: skip
-SIZE = {"cuda": "8b", "cpu": "tiny"}
+OF_DEVICE = {"cuda": "8b", "cpu": "tiny"}
 TOKENS = {"cuda": 4096, "cpu": 16}  # of a sequence
 PACKAGES = ("megatron-bridge", "megatron-core", "transformer-engine", "torch")
 
 
-def make_model(folder: Path, device: str, layers: int, size: str = "") -> None:
-    """A random Qwen3 in Hugging Face's format, with widths of this size."""
+def make_model(folder: Path, device: str, layers: int, widths: str) -> None:
+    """A random Qwen3 in Hugging Face's format."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(1)
-    widths = WIDTHS[size or SIZE[device]]
-    config = Qwen3Config(**widths, num_hidden_layers=layers, tie_word_embeddings=False)
+    config = Qwen3Config(**WIDTHS[widths], num_hidden_layers=layers, tie_word_embeddings=False)
     model = Qwen3ForCausalLM(config)
     model.to(torch.float32 if device == "cpu" else torch.bfloat16).save_pretrained(folder)
 
@@ -227,20 +226,20 @@ def version(package: str) -> str | None:
 
 def main(
     out: Path, device: str = "cuda", tp: int = 2, ranks: int = 0, layers: int = 0, steps: int = 0,
-    size: str = "", cases: str = CASES, arms: str = ARMS, sp: bool = True, fp8: bool = False,
+    widths: str = "", cases: str = CASES, arms: str = ARMS, sp: bool = True, fp8: bool = False,
     commit: str = "unknown", limit_s: float = 600,
 ) -> None:  # fmt: skip
-    """Run the cases; `ranks` more than `tp` are data-parallel. `size`: of the WIDTHS."""
+    """Run the cases; `ranks` more than `tp` are data-parallel; `widths` are of WIDTHS."""
     small = device == "cpu"
     about: dict[str, Any] = {
         "device": device, "tp": tp, "ranks": ranks or tp, "sp": sp, "fp8": fp8,
-        "size": size or SIZE[device], "gpus": 0 if small else torch.cuda.device_count(),
+        "widths": widths or OF_DEVICE[device], "gpus": 0 if small else torch.cuda.device_count(),
         "layers": layers or (2 if small else 4), "steps": steps or (4 if small else 20),
         "commit": commit, **{name: version(name) for name in PACKAGES},
     }  # fmt: skip
     good = True
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder) / "model", device, about["layers"], about["size"])
+        make_model(Path(folder) / "model", device, about["layers"], about["widths"])
         for case in cases.split(","):
             right = 0
             for row in rows(case, arms, Path(folder), about, limit_s):

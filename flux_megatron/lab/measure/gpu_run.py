@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,21 +21,43 @@ from flux_megatron.lab.bench.table_run import Run
 from flux_megatron.tuning.timing import Race, race
 
 COLLECTIVE_LIMIT_S = 120
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's; symmetric memory reads it too
 GRACE_S = 15  # behind the seconds that a script has
 
 Case = TypeVar("Case")
 Calls = Mapping[str, Callable[[], object]]
 
 
-def share_gpus() -> None:
-    """Give a rank of torchrun, before its CUDA begins, a GPU that another has too, where there are
-    fewer than ranks and TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 allows it. NCCL takes ranks of
-    one GPU from several machines alone, and joins them by sockets: times mean nothing then.
+def shared(ranks: int) -> bool:
+    """Whether there are fewer GPUs than ranks, and a variable lets ranks share them. NCCL takes
+    ranks of one GPU from several machines alone, so each one's `NCCL_HOSTID` names another, and
+    joins them by sockets: times mean nothing then.
     """
-    rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    allowed = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
-    if allowed and int(os.environ["LOCAL_WORLD_SIZE"]) > gpus > 0:
-        os.environ |= {"LOCAL_RANK": str(rank % gpus), "NCCL_HOSTID": f"machine of rank {rank}"}
+    return os.environ.get(OVERLAPPING) == "1" and ranks > torch.cuda.device_count() > 0
+
+
+def share_gpus() -> None:
+    """In a rank of torchrun, before its CUDA begins."""
+    if shared(int(os.environ["LOCAL_WORLD_SIZE"])):
+        rank = int(os.environ["LOCAL_RANK"])
+        os.environ["LOCAL_RANK"] = str(rank % torch.cuda.device_count())
+        os.environ["NCCL_HOSTID"] = f"machine of rank {rank}"
+
+
+def share_gpus_of_ray() -> None:
+    """In a worker of Ray's: GPUs that it counts and that are not there are the first again."""
+    import ray
+    from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager as Manager
+
+    gpus, given = torch.cuda.device_count(), ray.get_gpu_ids
+    show = Manager.set_current_process_visible_accelerator_ids
+
+    def there(numbers: Iterable[Any]) -> list[int]:
+        return [int(number) % gpus for number in numbers]
+
+    ray.get_gpu_ids = lambda: there(given())
+    Manager.set_current_process_visible_accelerator_ids = staticmethod(lambda ids: show(there(ids)))
+    os.environ["NCCL_HOSTID"] = f"machine of process {os.getpid()}"
 
 
 def start(

@@ -7,7 +7,8 @@ A step is the framework's: log-probabilities, reference, values where there is a
 offload, weights by name for a rollout engine. A stand-in is the rollout engine alone: sequences are
 random, packed to another total each micro-batch, and weights are kept. `rl_verl.py`, `rl_slime.py`
 and `rl_nemo.py` call each framework, which must be importable, with slime its checkout of
-Megatron-LM too. Every rank is a Ray actor with one GPU. A random Qwen3 is made on the spot: on GPUs
+Megatron-LM too. Every rank is a Ray actor with one GPU, or where ranks share GPUs
+(`gpu_run.shared`) with a number that stands for one. A random Qwen3 is made on the spot: on GPUs
 of Qwen3-8B's widths and TransformerEngine's layers in bf16; on the CPU tiny, of local layers in
 fp32, and `rl_rank.py` says what stands for a GPU.
 
@@ -35,18 +36,20 @@ import typer
 
 from flux_megatron.lab.bench.provenance import WITHOUT_MULTICAST
 from flux_megatron.lab.bench.table_run import append
-from flux_megatron.lab.measure import bridge, rl_rank
+from flux_megatron.lab.measure import bridge, gpu_run, rl_rank
 
 ARMS = "stock,ours,stock again"
 BOUND = {"cpu": 1e-5, "cuda": 5e-2}
 SIZES = {
-    "cuda": {"sequences": 32, "tokens": 16384, "prompt": 1024, "response": 3072},
-    "cpu": {"sequences": 8, "tokens": 64, "prompt": 12, "response": 20},
+    "8b": {"sequences": 32, "tokens": 16384, "prompt": 1024, "response": 3072},
+    "1.7b": {"sequences": 8, "tokens": 4096, "prompt": 256, "response": 768},
+    "tiny": {"sequences": 8, "tokens": 64, "prompt": 12, "response": 20},
 }
 PACKAGES = ("verl", "ray", "megatron-core", "megatron-bridge", "transformer-engine", "torch")
 PASSED = (
     "TRITON_INTERPRET", "TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS",
-    "FLUX_MEGATRON_ALLOW", rl_rank.CPU, *WITHOUT_MULTICAST,
+    "FLUX_MEGATRON_ALLOW", "FLUX_MEGATRON_TUNE", "FLUX_MEGATRON_TIMEOUT_S",
+    gpu_run.OVERLAPPING, rl_rank.CPU, rl_rank.SHARED, *WITHOUT_MULTICAST,
 )  # fmt: skip
 
 
@@ -65,7 +68,8 @@ def make_tokenizer(folder: Path) -> None:
 def drive(framework: str, arm: str, folder: Path, about: dict[str, Any]) -> None:
     """The driver of one arm, in a process of its own; `seen.pt` is what it leaves."""
     rl_rank.prepare()
-    if about["device"] == "cpu":
+    more = about["device"] == "cpu" or rl_rank.SHARED in os.environ  # workers than GPUs
+    if more:
         rl_rank.let_ray_count_gpus()
     variables = {name: os.environ[name] for name in PASSED if name in os.environ}
     if arm == "ours":
@@ -74,7 +78,7 @@ def drive(framework: str, arm: str, folder: Path, about: dict[str, Any]) -> None
         "env_vars": variables, "worker_process_setup_hook": f"{rl_rank.__name__}.prepare",
     }  # fmt: skip
     about["ray"] = {"num_cpus": 4, "include_dashboard": False}
-    if about["device"] == "cpu":
+    if more:
         about["ray"]["num_gpus"] = about["ranks"]
     import ray
 
@@ -105,6 +109,8 @@ def run_arm(
     if about["device"] == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1",
                         rl_rank.CPU: "1", "OMP_NUM_THREADS": "1"}  # fmt: skip
+    elif gpu_run.shared(about["ranks"]):
+        environment[rl_rank.SHARED] = "1"
     with subprocess.Popen(
         [sys.executable, "-m", __spec__.name, *given], env=environment
     ) as process:
@@ -163,20 +169,22 @@ def rows(
 
 def main(
     out: Path, framework: str, device: str = "cuda", tp: int = 2, ranks: int = 0, steps: int = 0,
-    layers: int = 0, arms: str = ARMS, sp: bool = True, commit: str = "unknown",
+    layers: int = 0, widths: str = "", arms: str = ARMS, sp: bool = True, commit: str = "unknown",
     limit_s: float = 580,
 ) -> None:  # fmt: skip
-    """Run the arms of one framework."""
+    """Run the arms of one framework; `widths` are of `bridge.WIDTHS`."""
     small = device == "cpu"
-    size = {**SIZES[device], "vocabulary": 100}
+    widths = widths or bridge.OF_DEVICE[device]
+    size = {**SIZES[widths], "vocabulary": 100}
     about: dict[str, Any] = {
         "device": device, "tp": tp, "ranks": ranks or tp, "sp": sp, "size": size,
+        "widths": widths, "gpus": 0 if small else torch.cuda.device_count(),
         "dtype": "float32" if small else "bfloat16", "layers": layers or (2 if small else 4),
         "steps": steps or (2 if small else 6), "commit": commit,
         **{name: bridge.version(name) for name in PACKAGES},
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        bridge.make_model(Path(folder) / "model", device, about["layers"])
+        bridge.make_model(Path(folder) / "model", device, about["layers"], widths)
         make_tokenizer(Path(folder) / "model")
         right = 0
         for row in rows(framework, arms, Path(folder), about, limit_s):

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-CPU = "RL_ON_CPU"  # a variable of every worker
+from flux_megatron.lab.measure import gpu_run
+
+CPU, SHARED = "RL_ON_CPU", "RL_SHARED_GPUS"  # variables of every worker
 
 
 def prepare() -> None:
@@ -23,6 +25,8 @@ def prepare() -> None:
         import ray
 
         ray.get_gpu_ids = lambda: [0]
+    if SHARED in os.environ:
+        gpu_run.share_gpus_of_ray()
     sys.meta_path.append(Absent())
     if CPU in os.environ:
         in_small()
@@ -35,7 +39,7 @@ def prepare() -> None:
 
 
 def let_ray_count_gpus() -> None:
-    """Before `ray.init(num_gpus=...)` where no GPU is visible."""
+    """Before `ray.init(num_gpus=...)` where fewer GPUs are visible."""
     from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager as Manager
 
     Manager.get_current_process_visible_accelerator_ids = staticmethod(lambda: None)

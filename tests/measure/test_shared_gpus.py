@@ -1,0 +1,49 @@
+"""Ranks that share GPUs: which one each takes, and by which name NCCL takes it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from flux_megatron.lab.measure import gpu_run
+
+ALLOWED = {gpu_run.OVERLAPPING: "1"}
+CASES = {  # ranks, GPUs, variables: the GPU of rank 1, its machine
+    "one GPU": (2, 1, ALLOWED, "0", "machine of rank 1"),
+    "two of four": (4, 2, ALLOWED, "1", "machine of rank 1"),
+    "a GPU each": (2, 2, ALLOWED, "1", None),
+    "not allowed": (2, 1, {gpu_run.OVERLAPPING: "0"}, "1", None),
+    "no GPU": (2, 0, ALLOWED, "1", None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_of_torchrun_share_gpus_that_are_too_few(case, monkeypatch):
+    ranks, gpus, variables, gpu, machine = CASES[case]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    given = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": str(ranks), **variables}
+    with mock.patch.dict(os.environ, given):
+        os.environ.pop("NCCL_HOSTID", None)
+        gpu_run.share_gpus()
+        assert (os.environ["LOCAL_RANK"], os.environ.get("NCCL_HOSTID")) == (gpu, machine)
+
+
+def test_workers_of_ray_share_gpus(monkeypatch):
+    """Ray gave this worker the second GPU of one."""
+    shown: list[list[int]] = []
+    manager = SimpleNamespace(set_current_process_visible_accelerator_ids=shown.append)
+    ray = SimpleNamespace(get_gpu_ids=lambda: ["1"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    at = "ray._private.accelerators.nvidia_gpu"
+    monkeypatch.setitem(sys.modules, at, SimpleNamespace(NvidiaGPUAcceleratorManager=manager))
+    with mock.patch.dict(os.environ):
+        gpu_run.share_gpus_of_ray()
+        assert os.environ["NCCL_HOSTID"] == f"machine of process {os.getpid()}"
+    manager.set_current_process_visible_accelerator_ids(["1"])
+    assert (ray.get_gpu_ids(), shown) == ([0], [[0]])
