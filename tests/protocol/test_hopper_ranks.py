@@ -10,7 +10,7 @@ import pytest
 import torch
 from interpreted_access import needs_interpreter
 from mutants import CASES as CASES_OF_MUTANTS
-from protocol_cases import Case, run
+from protocol_cases import Case
 from virtual_ranks import STANDARD, Schedule
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
@@ -69,14 +69,14 @@ OF_MUTANTS = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_are_exact(package, case):
     for schedule in STANDARD:
-        run(case, package, schedule)
+        case.run(package, schedule)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES + OF_MUTANTS if not c.captured], ids=str)
 def test_any_ctas_may_have_to_wait_for_an_sm(package, case):
     """STANDARD has two resident ones in any order, and one in the order of the grid."""
     for seed in range(2):
-        run(case, package, Schedule("1 resident", "random", seed, resident=1, any_order=True))
+        case.run(package, Schedule("1 resident", "random", seed, resident=1, any_order=True))
 
 
 def test_the_cases_split_the_last_wave(package):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from interpreted_access import needs_interpreter
 from mutants import BLOCKS, SIX, not_of_mutants
-from protocol_cases import Case, run
+from protocol_cases import Case
 from virtual_machine import Machine
 from virtual_ranks import STANDARD, Deadlock, Schedule
 
@@ -48,25 +48,25 @@ CASES += [
 @pytest.mark.parametrize("case", not_of_mutants(CASES), ids=str)
 def test_every_schedule(package, case):
     for schedule in STANDARD:
-        run(case, package, schedule)
+        case.run(package, schedule)
 
 
 @pytest.mark.parametrize("host", ["ag", "rs"])
 @pytest.mark.parametrize("schedule", [STANDARD[0], STANDARD[-1]], ids=lambda s: s.name)
 def test_eight_ranks(package, host, schedule):
-    run(Case(host, world_size=8, rows=(9, 9, 9), N=16, comm_rows=5), package, schedule)
+    Case(host, world_size=8, rows=(9, 9, 9), N=16, comm_rows=5).run(package, schedule)
 
 
 @pytest.mark.parametrize("schedule", STANDARD, ids=lambda s: s.name)
 def test_same_seed_same_run(package, schedule):
     case = Case("backward", rows=(8, 8), N=16)
-    first, second = (run(case, package, schedule).trace for _ in range(2))
+    first, second = (case.run(package, schedule).trace for _ in range(2))
     assert first == second
 
 
 def test_other_seed_other_run(package):
     case = Case("ag", rows=(8, 8), N=16)
-    traces = [run(case, package, Schedule("", "random", seed=seed)).trace for seed in (1, 2)]
+    traces = [case.run(package, Schedule("", "random", seed=seed)).trace for seed in (1, 2)]
     assert traces[0] != traces[1]
 
 
