@@ -9,6 +9,7 @@ import torch
 from interpreted_access import needs_interpreter
 from mutants import BLOCKS, SIX, not_of_mutants
 from protocol_cases import Case
+from token_cases import TokenCase
 from virtual_machine import Machine
 from virtual_ranks import STANDARD, Deadlock, Schedule
 
@@ -43,6 +44,14 @@ CASES += [
     Case("backward", strategy, rows=(9,) * 4, last_epoch=last)
     for strategy in ("fused", "pipelined") for last in (2**31 - 2, 2**32 - 2)
 ]  # fmt: skip
+
+CASES += [
+    TokenCase(world_size=4, experts=1, calls=2, tokens=6),
+    TokenCase(world_size=3, experts=2, topk=6, calls=2, tokens=6),  # all experts of all ranks
+    TokenCase(tokens=1, calls=3),
+    TokenCase(reverse=True, calls=2, world_size=3, tokens=6),
+    TokenCase(captured=True, calls=3, tokens=6, topk=3),
+]
 
 
 @pytest.mark.parametrize("case", not_of_mutants(CASES), ids=str)
