@@ -10,7 +10,7 @@ from interpreted_access import needs_interpreter
 from mutants import BLOCKS, SIX, not_of_mutants
 from protocol_cases import Case
 from token_cases import TokenCase
-from virtual_machine import Machine
+from virtual_machine import Machine, PackageCopy
 from virtual_ranks import STANDARD, Deadlock, Schedule
 
 pytestmark = needs_interpreter
@@ -79,15 +79,18 @@ def test_other_seed_other_run(package):
     assert traces[0] != traces[1]
 
 
+def gathered(package: PackageCopy, machine: Machine, rank: int) -> None:
+    gather_rows, x = package.transfer.gather_rows, torch.zeros(4, 4)
+    plan, space = package.problem.Plan("fused"), machine.workspaces[rank]
+    package.calls.start_gather(gather_rows, x, plan, space).complete()
+
+
 def test_deadlock_names_who_waits_for_what(package):
     machine = Machine(package, world_size=2, ctas=1)
 
     def host(rank: int) -> None:
         if rank == 0:  # rank 1 never comes, but for the growth of the workspace
-            x = torch.zeros(4, 4)
-            plan = package.problem.Plan("fused")
-            gather_rows = package.transfer.gather_rows
-            package.calls.start_gather(gather_rows, x, plan, machine.workspaces[0]).complete()
+            gathered(package, machine, rank)
         else:
             machine.workspaces[1].begin("gather", 2 * 64)
 
@@ -102,9 +105,7 @@ def test_failure_of_a_rank_is_raised(package):
     def host(rank: int) -> None:
         if rank == 1:
             raise RuntimeError("rank 1 is broken")
-        plan = package.problem.Plan("fused")
-        gather_rows, x = package.transfer.gather_rows, torch.zeros(4, 4)
-        package.calls.start_gather(gather_rows, x, plan, machine.workspaces[0]).complete()
+        gathered(package, machine, rank)
 
     with pytest.raises(RuntimeError, match="rank 1 is broken"):
         machine.run(STANDARD[0], host)
