@@ -203,7 +203,10 @@ def test_activations_of_experts_are_made_again_for_backward_where_that_is_asked(
     sbs.start(1, expert_model_parallel_size=2)
     layers, made = 2, expert_layers.FluxExperts._activated
     for more, times in (({}, 1), (ACT, 2)):
-        with ours(), mock.patch.object(expert_layers.FluxExperts, "_activated", autospec=True) as of:
+        with (
+            ours(),
+            mock.patch.object(expert_layers.FluxExperts, "_activated", autospec=True) as of,
+        ):
             of.side_effect = made
             trained(rank, 5, CASES["two a token"] | more)
         assert of.call_count == times * layers * STEPS
