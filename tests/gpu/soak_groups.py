@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, check, fail_in_a_call
 from ranks import DEVICE, here
-from soak import joined, printed
+from soak import printed
 from torch.distributed import ProcessGroup
 from triton.runtime.errors import OutOfResources
 
@@ -44,6 +44,7 @@ from flux_megatron.overlap import calls
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm.workspace import workspace
+from flux_megatron.tune_command.measure import joined
 from flux_megatron.tuning import ahead
 from flux_megatron.tuning.trial import Trial
 
@@ -193,7 +194,7 @@ def soak_groups(rounds: int, seed: int = 0, seconds: float = 3600.0) -> dict:
 
 def main(rounds: int = 300, seed: int = 0, seconds: float = 3600.0) -> None:
     """Run on the ranks of torchrun."""
-    with joined():
+    with joined(DEVICE):
         printed(soak_groups(rounds, seed, seconds))
 
 
