@@ -17,6 +17,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from started import python
 
 pytest.importorskip("typer")
 pytest.importorskip("pydantic")
@@ -291,11 +292,8 @@ def test_a_process_ends_as_soon(words, strategy, part, folder):
     variables = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     variables |= {"FLUX_MEGATRON_STRATEGY": strategy}
     begin = cpu_s()
-    done = subprocess.run(
-        [sys.executable, "-m", "flux_megatron", *words.split()], env=os.environ | variables,
-        cwd=folder, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    done = python("-m", "flux_megatron", *words.split(), code=2, folder=folder, **variables)
+    assert not done.stdout
     assert part in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert cpu_s() - begin < 2

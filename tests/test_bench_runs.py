@@ -8,7 +8,6 @@ import io
 import math
 import os
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from bench_run import rows_of, run_here
 from races import agreed
 from ranks import DEVICE, on_cpu_ranks, run_ranks
+from started import python
 
 from flux_megatron import report, reset_report
 from flux_megatron.lab.bench import provenance, records, runner, suites
@@ -235,13 +235,8 @@ def test_no_case_is_started_when_the_time_is_up(tmp_path):
 
 def test_the_command_starts_its_ranks(tmp_path):
     words = "bench --device cpu --scale 512 --tp 2 --M 32 --rounds 2 --pattern gemm_rs"
-    done = subprocess.run(
-        [sys.executable, "-m", "flux_megatron.cli", *words.split(), "--suite", "llama2-70b",
-         "--candidates", "sequential,auto", "--out", str(tmp_path)],
-        capture_output=True, text=True, timeout=120, cwd=ROOT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "auto" in done.stdout
+    words += " --suite llama2-70b --candidates sequential,auto --out"
+    assert "auto" in python("-m", "flux_megatron.cli", *words.split(), tmp_path).stdout
     assert len(rows_of(tmp_path / "rows.jsonl")) == 4 * 6
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from unittest import mock
 
 import pytest
+from started import python
 from typer.testing import CliRunner
 from without_torch import without_torch
 
@@ -90,12 +89,7 @@ def test_unknown_words_are_one_line(monkeypatch, capsys, words, line):
 def test_a_shell_completes_commands_and_options(words, found):
     asked = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")),
              "_FLUX_MEGATRON_COMPLETE": "complete_bash"}  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "flux_megatron"], env=os.environ | asked, capture_output=True,
-        text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert {*found} <= {*done.stdout.split()}
+    assert {*found} <= {*python("-m", "flux_megatron", **asked).stdout.split()}
 
 
 def test_help_begins_with_what_a_newcomer_needs():

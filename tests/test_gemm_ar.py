@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from cases import ON_HOPPER
-from closeness import assert_exact, assert_sums_exact, small_integers
+from cases import ON_HOPPER, Case, check_all, operands
+from closeness import assert_exact
 from ranks import DEVICE, here, on_device, on_device_ranks
 
 import flux_megatron
 from flux_megatron import ops, pieces
 from flux_megatron.kernels.hopper.config import TILE
-from flux_megatron.lab import reference
+from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.lab.perf.hardware import H200
 from flux_megatron.lab.perf.linear import operator_us
 from flux_megatron.lab.perf.operator_cost import gemms_us
@@ -34,39 +34,22 @@ PLANS = {
 SIZES = [(4, 5, 8), (3, 16, 7), (1, 1, 1)]  # M_shard, N, K_local
 
 
-def operands(M, N, K_local, world_size, dtype, layout):
-    made = torch.Generator().manual_seed(M)
-    x = [small_integers((M, K_local), dtype, made) for _ in range(world_size)]
-    shape = (N, K_local) if layout == "nt" else (K_local, N)
-    w = [small_integers(shape, dtype, made) for _ in range(world_size)]
-    columns = [shard.t() if layout == "nt" else shard for shard in w]
-    assert_sums_exact(torch.cat(x, 1), torch.cat(columns))
-    return x, w, reference.gemm_all_reduce(x, w, layout)
-
-
 @pytest.mark.parametrize(
     ("plan", "world_size"),
     [("sequential", 1), *itertools.product(PLANS, (2, 3)), ("fused", 4), ("fewest GEMMs", 8)],
 )
 @on_device_ranks("world_size")
 def test_exact(rank, plan):
-    group = dist.group.WORLD
     flux_megatron.reset_report()
-    results = []
+    # the second turn through the other half of the workspace
     kinds = itertools.product(range(2), SIZES, (torch.float32, torch.bfloat16), ("nt", "nn"))
-    kinds = [*kinds][:: max(1, group.size() - 3)]
-    for kind in kinds:  # the second turn through the other half of the workspace
-        _, (M_shard, N, K_local), dtype, layout = kind
-        M = M_shard * group.size()
-        xs, ws, expected = operands(M, N, K_local, group.size(), dtype, layout)
-        y = ops.gemm_all_reduce(
-            xs[rank].to(DEVICE), ws[rank].to(DEVICE), group, layout=layout, plan=PLANS[plan]
-        )
-        results.append((y, expected[rank], str(kind)))
-    for y, expected, what in results:  # all of them now: later calls leave results alone
-        assert_exact(y, expected, what)
+    made = [
+        Case("gemm_ar", M_shard, N, K, dtype, layout, plan=PLANS[plan])
+        for _, (M_shard, N, K), dtype, layout in [*kinds][:: max(1, dist.get_world_size() - 3)]
+    ]
+    check_all(made)
     counted = {name: count for (_, name), count in flux_megatron.report().calls.items()}
-    assert counted == {PLANS[plan].strategy: len(kinds)}
+    assert counted == {PLANS[plan].strategy: len(made)}
 
 
 def sum_of_unequal(rank: int, plans: list[Plan]) -> None:
@@ -103,16 +86,11 @@ def test_rows_that_cannot_be_divided_are_reduced_without_overlap(rank):
 @pytest.mark.parametrize("world_size", [2, 4])
 @on_device_ranks("world_size")
 def test_of_the_last_rank_hopper_sums_fewer_rows(rank):
-    group = dist.group.WORLD
-    kinds = itertools.product((257, 2049, 3333), TRANSPORTS, ("nt", "nn"))
-    for M, transport, layout in kinds:
+    R = dist.get_world_size()
+    for M, transport, layout in itertools.product((257, 2049, 3333), TRANSPORTS, ("nt", "nn")):
         plan = Plan("hopper", tile=replace(TILE, group_m=16), transport=transport, comm_rows=512)
-        K_local = 416 // group.size()
-        xs, ws, expected = operands(M, 264, K_local, group.size(), torch.bfloat16, layout)
-        x, w = xs[rank].to(DEVICE), ws[rank].to(DEVICE)
-        for turn in range(3):
-            y = ops.gemm_all_reduce(x, w, group, layout=layout, plan=plan)
-            assert_exact(y, expected[rank], f"{M} {transport} {layout} {turn}")
+        sizes = cdiv(M, R), 264, 416 // R, torch.bfloat16, layout
+        check_all([Case("gemm_ar", *sizes, plan=plan, lacking=-M % R)] * 3)
 
 
 @pytest.mark.parametrize(("M", "R", "fewer"), [(3333, 2, True), (5, 4, False), (9, 8, False)])
@@ -127,8 +105,8 @@ def test_hopper_needs_a_row_for_each_rank(M, R, fewer, monkeypatch):
 @on_device_ranks(2)
 def test_the_sums_are_on_their_way_between_start_and_finish(rank):
     group = dist.group.WORLD
-    xs, ws, expected = operands(6, 5, 8, group.size(), torch.float32, "nn")
-    x, w = xs[rank].to(DEVICE), ws[rank].to(DEVICE)
+    given = operands(Case("gemm_ar", 3, 5, 8, layout="nn"), group.size())
+    x, w, expected = (one[rank].to(DEVICE) for one in (given.x, given.w, given.expected))
     for strategy in ("pipelined", "fused"):
         plan = Plan(strategy)
         ops.run_gemm_ar(x, w, group, layout="nn", plan=plan)
@@ -137,10 +115,10 @@ def test_the_sums_are_on_their_way_between_start_and_finish(rank):
         reduction = pieces.start_gemm_ar(x, w, group, layout="nn", plan=plan)
         begun = channels["scatter"].epoch, channels["gather"].epoch
         assert begun == (before[0] + 1, before[1] + 1), "the gather hides behind what comes now"
-        assert_exact(reduction.finish(), expected[rank])
+        assert_exact(reduction.finish(), expected)
     reduction = pieces.start_gemm_ar(x, w, group, layout="nn", plan=Plan("sequential"))
     assert len(reduction.works) == 1, "the library's"
-    assert_exact(reduction.finish(), expected[rank])
+    assert_exact(reduction.finish(), expected)
 
 
 def test_an_all_reduce_is_predicted_to_take_two_trips():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 from unittest import mock
@@ -15,6 +13,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, check, fail_in_a_call, plan_of
 from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
+from started import python
 from test_failed_groups import wait_in_vain
 
 import flux_megatron
@@ -350,9 +349,5 @@ dist.destroy_process_group()
     ids=["the backend `fake`", "no workspace keeps a destroyed group into the interpreter's end"],
 )
 def test_a_program_runs_through(program, said):
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120,
-        env=os.environ | {"FLUX_MEGATRON_STRATEGY": "auto"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = python("-c", program, FLUX_MEGATRON_STRATEGY="auto")
     assert done.stdout.startswith(said)

@@ -8,7 +8,6 @@ the table says "lazily".
 import ast
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeGuard
 
 import pytest
+from started import python
 
 PACKAGE = "flux_megatron"
 SOURCE = Path(__file__).parents[1] / PACKAGE
@@ -323,11 +323,7 @@ def test_a_circle_is_found(tree):
 def loaded_after(code: str) -> set[str]:
     """Top-level modules of a fresh interpreter after it ran `code`."""
     script = f"{code}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True, text=True, cwd=SOURCE.parent, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = python("-c", script, folder=SOURCE.parent)
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 

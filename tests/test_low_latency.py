@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from cases import ON_HOPPER
+from cases import ON_HOPPER, Case, check_all, operands
 from closeness import assert_exact, small_integers
 from ranks import DEVICE, be_late, on_device, on_device_ranks
-from test_gemm_ar import operands, sum_of_unequal
+from test_gemm_ar import sum_of_unequal
 
 import flux_megatron
 from flux_megatron import errors, ops
@@ -45,25 +45,13 @@ WORLDS = [  # each dtype and plan compiles kernels of its own
 @on_device_ranks("world_size")
 def test_exact(rank, plan, dtype):
     """AG+GEMM and GEMM+RS, in turns with GEMM+AR: their words lie in the same memory."""
-    group = dist.group.WORLD
-    R, results = group.size(), []
-    for turn in range(2):
+    R, made = dist.get_world_size(), []
+    for layout in ("nt", "nn"):
         for M_shard, N, K in ((1, 33, 20), (3, 16, 7), (8, 40, 48), (128 // R, 1, 33)):
-            layout, what = ("nt", "nn")[turn], f"{turn} {M_shard} {N} {K}"
-            xs, ws, truth = operands(R * M_shard, N, K, R, getattr(torch, dtype), layout)
-            rows = [x[:M_shard].contiguous() for x in xs]
-            gathered = reference.all_gather_gemm(rows, ws, layout)[rank]
-            scattered = reference.gemm_reduce_scatter(xs, ws, layout)[rank]
-            given = {"layout": layout, "plan": PLANS[plan]}
-            shard, x, w = (one[rank].to(DEVICE) for one in (rows, xs, ws))
-            results += [
-                (ops.all_gather_gemm(shard, w, group, **given), gathered, f"ag {what}"),
-                (ops.gemm_reduce_scatter(x, w, group, **given), scattered, f"rs {what}"),
-                (ops.gemm_all_reduce(x, w, group, **given), truth[rank], f"ar {what}"),
-                (ops.gemm_all_reduce(x[:1], w, group, **given), truth[rank][:1], f"1 {what}"),
-            ]
-    for y, expected, what in results:
-        assert_exact(y, expected, what)
+            given = {"dtype": getattr(torch, dtype), "layout": layout, "plan": PLANS[plan]}
+            made += [Case(pattern, M_shard, N, K, **given) for pattern in Pattern]
+            made.append(Case("gemm_ar", 1, N, K, **given, lacking=R - 1))
+    check_all(made)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -130,18 +118,19 @@ def test_the_public_operation_is_differentiable(rank, layout):
     """Gradients beside those of one process that has all of K; then compiled."""
     group = dist.group.WORLD
     flux_megatron.reset_report()
-    xs, ws, truth = operands(6, 20, 8, group.size(), torch.float32, layout)
-    x, w = (part[rank].to(DEVICE).requires_grad_() for part in (xs, ws))
+    given = operands(Case("gemm_ar", 3, 20, 8, layout=layout), group.size())
+    truth = given.expected[rank]
+    x, w = (part[rank].to(DEVICE).requires_grad_() for part in (given.x, given.w))
     dy = torch.arange(120.0, device=DEVICE).reshape(6, 20) % 5
     y = flux_megatron.gemv_all_reduce(x, w, group, layout=layout)
-    assert_exact(y, truth[rank])
+    assert_exact(y, truth)
     y.backward(dy)
-    whole = [part[rank].detach().clone().requires_grad_() for part in (xs, ws)]
+    whole = [part[rank].detach().clone().requires_grad_() for part in (given.x, given.w)]
     reference.matmul(*whole, layout).backward(dy.cpu())
     assert_exact(x.grad, whole[0].grad, "dx")
     assert_exact(w.grad, whole[1].grad, "dw")
     compiled = torch.compile(ops.gemv_all_reduce, backend="eager", fullgraph=True)
-    assert_exact(compiled(x.detach(), w.detach(), group, layout=layout), truth[rank], "compiled")
+    assert_exact(compiled(x.detach(), w.detach(), group, layout=layout), truth, "compiled")
     counted = {strategy: count for (_, strategy), count in flux_megatron.report().calls.items()}
     assert counted == {"low_latency": 2}
 

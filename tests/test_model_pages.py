@@ -5,7 +5,6 @@ import importlib.util
 import io
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
+from started import python
 from torch import nn
 
 PAGE = Path(__file__).parents[1] / "docs" / "pytorch.md"
@@ -70,11 +70,9 @@ def by_forks(folder: Path) -> list[float]:
 def by_torchrun(folder: Path) -> list[float]:
     script = folder / "train.py"
     script.write_text(example(PLAIN))
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    printed = subprocess.run(
-        [sys.executable, *command], check=True, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"},
-    ).stdout  # fmt: skip
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+    on_cpu = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    printed = python(*command, limit_s=LIMIT_S, **on_cpu).stdout
     return [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
 
 

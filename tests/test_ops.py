@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import ON_HOPPER, Case, Operands, call, check, expected, hopper_cases
+from cases import ON_HOPPER, Case, Operands, call, check, check_all, expected, hopper_cases
 from closeness import assert_as_close_as
 from ranks import DEVICE, FUSED, SHARED, be_late, on_device_ranks
 
@@ -50,10 +50,8 @@ def cases_of(pattern: str, strategy: str, count: int) -> list[Case]:
     ]
 
 
-def check_all(cases: list[Case], strategy: str) -> None:
-    """And that the strategy runs them."""
-    for case in cases:
-        check(case)
+def check_by(strategy: str, cases: list[Case]) -> None:
+    check_all(cases)
     counted = Counter((case.pattern, strategy) for case in cases)
     assert flux_megatron.report().calls == counted
 
@@ -72,7 +70,7 @@ def test_exact(rank, world_size, pattern, strategy):
     cases = cases_of(pattern, strategy, min(count, 12 if strategy == "sequential" else 24))
     if world_size == 1:  # without a plan one rank has nothing to overlap
         cases = [replace(c, plan=c.plan or Plan("fused")) for c in cases]
-    check_all(cases, strategy)
+    check_by(strategy, cases)
 
 
 @pytest.mark.skipif(not ON_HOPPER, reason="`hopper` needs GPUs of compute capability 9")
@@ -80,7 +78,7 @@ def test_exact(rank, world_size, pattern, strategy):
 @pytest.mark.parametrize("world_size", [2, 4])
 @on_device_ranks("world_size")
 def test_hopper_is_exact(rank, world_size, pattern):
-    check_all(hopper_cases(pattern, world_size), "hopper")
+    check_by("hopper", hopper_cases(pattern, world_size))
 
 
 @on_device_ranks(2)
@@ -111,7 +109,7 @@ UNKNOWN = pytest.mark.skipif(SHARED, reason="one GPU has no link to itself: noth
 @on_device_ranks("world_size", environment=ASKED)
 def test_the_strategy_setting_decides_where_there_is_something_to_overlap(rank, runs):
     kinds = itertools.product(PATTERNS, DTYPES, LAYOUTS)
-    check_all([Case(p, 40, 24, 16, dtype=dtype, layout=layout) for p, dtype, layout in kinds], runs)
+    check_by(runs, [Case(p, 40, 24, 16, dtype=dtype, layout=layout) for p, dtype, layout in kinds])
 
 
 @on_device_ranks(2)
@@ -133,7 +131,7 @@ def test_strict_mode_refuses_float64_and_nothing_else(rank):
         with begun, pytest.raises(errors.FallbackRefused, match=said):
             check(Case(pattern, 6, 5, 7, dtype=torch.float64))
         assert flux_megatron.report().fallbacks == {}
-        check_all([Case(pattern, 6, 5, 7)], "fused")
+        check_by("fused", [Case(pattern, 6, 5, 7)])
         flux_megatron.reset_report()
 
 

@@ -9,13 +9,13 @@ import errno
 import os
 import re
 import shutil
-import subprocess
 import sys
 import textwrap
 import types
 from pathlib import Path
 
 import pytest
+from started import python
 from typer.testing import CliRunner
 
 from flux_megatron.cli import app
@@ -343,11 +343,7 @@ def test_a_real_checkout(original, tmp_path):
     path = os.pathsep.join([str(checkout), str(Path(__file__).parents[1])])
     options = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "TORCHDYNAMO_DISABLE": "1"}
     for words, layers in ((["--flux-overlap"], "flux_megatron"), ([], "megatron.core")):
-        done = subprocess.run(
-            [sys.executable, "-c", PARSE, *words], cwd=checkout, env={**os.environ, **options},
-            capture_output=True, text=True, timeout=140,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        done = python("-c", PARSE, *words, folder=checkout, limit_s=140, **options)
         assert f"layers of {layers}" in done.stdout
     checkouts.undo(checkout)
     assert contents(checkout) == before

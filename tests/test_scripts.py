@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from started import ran
 
 pytest.importorskip("typer")
 pytest.importorskip("pydantic")
@@ -31,10 +32,7 @@ RUNS = ("shared", "iterations", "launches", "megatron", "operators", "operations
 
 def commands(run: str, folder: Path) -> list[list[str]]:
     environment = {"PRINT": "1", "GPUS": "4", "FLUX_MEGATRON_LM": "lm", "PYTHON": sys.executable}
-    printed = subprocess.run(
-        [SCRIPT, run, folder], env={**os.environ, **environment}, text=True, check=True,
-        capture_output=True,
-    ).stdout  # fmt: skip
+    printed = ran(SCRIPT, run, folder, **environment).stdout
     return [shlex.split(line)[1:] for line in printed.splitlines()]
 
 
@@ -122,11 +120,7 @@ def test_it_passes_only_with_all_losses_and_calls(ours, options, code, word, tmp
     python.chmod(0o755)
     given = {"PYTHON": str(python), "FLUX_MEGATRON_LM": str(tmp_path), "MODELS": "gpt",
              "RANKS": "2", "STOCK": "4.0 3.0 2.0", "OURS": ours, "SAID": CALLS}  # fmt: skip
-    run = subprocess.run(
-        ["bash", ROOT / "scripts/pretrain.sh"], env=os.environ | given | options,
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert run.returncode == code, run.stdout + run.stderr
+    run = ran("bash", ROOT / "scripts/pretrain.sh", code=code, **given | options)
     assert word in run.stdout + run.stderr
 
 

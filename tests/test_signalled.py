@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, call, operands
+from cases import Case, check_all
 from closeness import assert_exact
 from layer_cases import check, layer
 from ranks import DEVICE, here, on_cpu_ranks, on_device, on_device_ranks
@@ -35,46 +35,33 @@ GROUPS = [
 ]  # fmt: skip
 
 
-def cases() -> list[Case]:
-    """Every size with groupings of its rows; layouts and dtypes in turn."""
+def cases(every: int) -> list[Case]:
+    """Sizes with groupings of their rows, of all patterns; layouts and dtypes in turn."""
     dtypes = [torch.float32, torch.bfloat16, torch.float16]
     made = []
-    for number, (size, group_rows) in enumerate(GROUPS):
+    for number, (size, group_rows) in [*enumerate(GROUPS)][::every]:
         plan = Plan("signalled", tile=SMALL, group_rows=group_rows, comm_sms=8)
         layout, dtype = ("nt", "nn")[number % 2], dtypes[number % 3]
         given = {"dtype": dtype, "layout": layout, "plan": plan, "seed": number}
-        made.append(Case("gemm_rs", *size, **given))
+        made += [Case(pattern, *size, **given) for pattern in ("gemm_rs", "gemm_ar")]
         made.append(Case("ag_gemm", *size, bias=number % 2 == 1, **given))
     return made
-
-
-ALL = ("ag_gemm", "gemm_rs", "gemm_ar")
 
 
 @pytest.mark.parametrize(("world_size", "turns"), [(1, 1), (2, 2), (3, 1), (4, 1), (8, 1)])
 @on_device_ranks("world_size")
 def test_exact(rank, turns):
-    """Every case of both patterns; from the second turn on with counters that were used before."""
+    """Every case; from the second turn on with counters that were used before."""
     group = dist.group.WORLD
     flux_megatron.reset_report()
-    results = []
-    for turn in range(turns):
-        for case in cases()[:: 3 if group.size() == 8 else 1]:
-            given = operands(case, group.size())
-            results.append((call(case, given, group), given.expected[rank], f"{turn} {case}"))
-            if case.pattern == "gemm_rs":
-                x, w = given.x[rank].to(DEVICE), given.w[rank].to(DEVICE)
-                y = ops.gemm_all_reduce(x, w, group, layout=case.layout, plan=case.plan)
-                results.append((y, torch.cat(given.expected), f"{turn} all-reduce {case}"))
-    for y, expected, what in results:  # all of them now: later calls leave results alone
-        assert_exact(y, expected, what)
+    made = turns * cases(4 if group.size() == 8 else 1)
+    check_all(made)
     assert not workspace(group, here()).size_bytes
     report = flux_megatron.report()
     by_us = sum(n for (pattern, _), n in report.calls.items() if pattern != "ag_gemm")
     assert report.kernels["signalled_gemm"] == by_us
     assert f"signalled_gemm {by_us}" in str(report)
-    calls = turns * (len(GROUPS) if group.size() < 8 else 3)
-    assert report.calls == {(name, "signalled"): calls for name in ALL}
+    assert report.calls == {(pattern, "signalled"): len(made) // 3 for pattern in Pattern}
 
 
 @on_device_ranks(3)

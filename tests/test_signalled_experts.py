@@ -25,13 +25,6 @@ def plan_of(bands: int, tma: bool = False) -> Plan:
     return Plan("signalled", tile=replace(tests.SMALL, tma=tma), bands=bands, comm_sms=8)
 
 
-def exact(
-    rank: int, plan: Plan, layouts: tuple, routings: tuple, experts: int = 3
-) -> dict[str, int]:
-    with mock.patch.dict(tests.PLANS, {"small tiles": plan}):
-        return tests.calls(rank, "small tiles", layouts, routings, experts)
-
-
 @pytest.mark.parametrize(
     ("world_size", "splits", "layouts", "routings"),
     [
@@ -42,18 +35,20 @@ def exact(
     ],
 )
 def test_exact(world_size, splits, layouts, routings):
-    for counted in on_device(exact, world_size, plan_of(splits), layouts, routings):
-        assert counted == {"signalled": 2 * 2 * len(routings) // 2}
+    for counted in on_device(tests.calls, world_size, plan_of(splits), layouts, routings):
+        assert counted == {"signalled": 2 * len(routings)}
 
 
 def test_exact_of_eight_ranks():
     plan = replace(plan_of(3), tile=replace(tests.SMALL, block_m=32, block_n=32, block_k=32))
-    for counted in on_device(exact, 8, plan, ("nt", "nn"), (tests.uneven, tests.idle_source), 1):
+    for counted in on_device(
+        tests.calls, 8, plan, ("nt", "nn"), (tests.uneven, tests.idle_source), 1
+    ):
         assert counted == {"signalled": 4}
 
 
 def test_exact_by_tma():
-    on_device(exact, 2, plan_of(2, tma=True), ("nt", "nn"), (tests.uneven, tests.one_rank))
+    on_device(tests.calls, 2, plan_of(2, tma=True), ("nt", "nn"), (tests.uneven, tests.one_rank))
 
 
 @pytest.mark.parametrize("strategy", ["auto", "signalled"])
@@ -61,7 +56,7 @@ def test_exact_by_tma():
 def test_between_nodes_where_fused_cannot(rank):
     """A layer's forward and backward on ranks of two hosts, without shared memory between them."""
     with mock.patch.object(places, "machine", return_value=f"node-{rank // 2}"):
-        tests.calls(rank, "fused", ("nt",), (tests.uneven, tests.idle_source))  # no plan
+        tests.calls(rank, None, ("nt",), (tests.uneven, tests.idle_source))  # no plan
     assert "spans 2 nodes" in workspace(dist.group.WORLD, torch.device("cpu")).unavailable
     report = flux_megatron.report()
     assert report.calls == {("a2a_gemm", "signalled"): 4, ("gemm_a2a", "signalled"): 4}

@@ -1,11 +1,8 @@
 """When a launcher goes past Triton's own launch. A compiled kernel stands in; GPUs run the rest."""
 
 import json
-import os
 import re
 import struct
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 from functools import cache
@@ -14,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from started import python
 
 from flux_megatron.kernels import triton_launch, triton_private
 from flux_megatron.kernels.launch import has_whole_units
@@ -153,11 +151,8 @@ def test_units_are_whole_where_both_operands_begin_with_one():
 
 @cache
 def kernel_keys(seed: int) -> dict[str, dict[str, str]]:
-    line = [sys.executable, Path(__file__).with_name("kernel_keys.py"), str(seed)]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    script = Path(__file__).with_name("kernel_keys.py")
+    return json.loads(python(script, seed, TRITON_INTERPRET="0").stdout)
 
 
 def test_a_kernel_on_disk_is_found_whatever_was_compiled_before_it():

@@ -1,13 +1,11 @@
 """`flux-megatron tune`: which problems a model has, and the whole command on two ranks."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from started import python
 
 from flux_megatron.problem import Pattern, Plan, Tile
 from flux_megatron.tuning import plan_cache
@@ -120,15 +118,13 @@ def test_a_plan_as_a_short_text():
     assert measure.label(plan) == "fused 128x256x64 g8 w8 s3 tma"
 
 
+COMMAND = "tune --suite gpt3-175b --tp 2 --M 32 --scale 768 --device cpu --out"
+
+
 def run_command(cache: Path, out: Path, *more: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "flux_megatron.cli", "tune", "--suite", "gpt3-175b", "--tp", "2",
-         "--M", "32", "--scale", "768", "--device", "cpu", "--out", out, *more],
-        env=os.environ | {"FLUX_MEGATRON_CACHE": str(cache), "COLUMNS": "200"},
-        cwd=ROOT, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    variables = {"FLUX_MEGATRON_CACHE": str(cache), "COLUMNS": "200"}
+    words = *COMMAND.split(), out, *more
+    return python("-m", "flux_megatron.cli", *words, limit_s=200, **variables).stdout
 
 
 def test_the_command(tmp_path):

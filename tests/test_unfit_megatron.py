@@ -5,11 +5,10 @@ that is too old, or whose data-set helper is missing.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from started import python
 from typer.testing import CliRunner
 
 from flux_megatron.cli import app
@@ -82,10 +81,7 @@ def test_doctor_says_that_and_nothing_else_of_it(old, monkeypatch):
 )
 def test_programs_get_the_same_error(old, program):
     path = os.pathsep.join([str(old), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=old, env=os.environ | {"PYTHONPATH": path},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = python("-c", program, code=None, folder=old, PYTHONPATH=path)
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1].endswith(f"Megatron-LM 0.8.0 in {old} {SAID}")
 

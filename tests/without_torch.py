@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
+
+from started import python
 
 ABSENT = ("torch", "triton", "megatron")
 COMMAND = "from flux_megatron.cli import app; app()"
@@ -19,7 +20,4 @@ def without_torch(
 ) -> subprocess.CompletedProcess[str]:
     """`flux-megatron` with these words, or other code; `more` cannot be imported either."""
     absent = "".join(f"sys.modules[{name!r}] = None; " for name in (*ABSENT, *more))
-    line = [sys.executable, "-c", f"import sys; {absent}{code}", *map(str, words)]
-    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=120)
-    assert done.returncode == expected, done.stderr
-    return done
+    return python("-c", f"import sys; {absent}{code}", *words, folder=folder, code=expected)

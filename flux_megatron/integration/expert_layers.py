@@ -130,10 +130,11 @@ class _Separate(_Forward):
         hidden, received = separate.a2a_gemm(
             x, first, counts, group, capacity=capacity, wgrad=wgrad
         )
-        given = {"tokens": len(x), "wgrad": wgrad}
-        return self._after_activation(
-            lambda rows: separate.gemm_a2a(rows, second, counts, group, **given), hidden, received
-        )
+
+        def combined(rows: Tensor) -> Tensor:
+            return separate.gemm_a2a(rows, second, counts, group, tokens=len(x), wgrad=wgrad)
+
+        return self._after_activation(combined, hidden, received)
 
     def _fuses_wgrad(self, parameters: list[Any]) -> bool:
         """Gradients of Megatron's FSDP, and of experts of which some are frozen, go by autograd."""
@@ -179,10 +180,11 @@ if hasattr(stock, "GroupedMLP"):
             hidden, received = ops.a2a_gemm(
                 x, first, counts, self.ep_group, capacity=capacity, layout="nn"
             )
-            given = {"tokens": len(x), "layout": "nn"}
-            return self._after_activation(
-                lambda rows: ops.gemm_a2a(rows, second, counts, self.ep_group, **given),
-                hidden, received,
-            )  # fmt: skip
+
+            def combined(rows: Tensor) -> Tensor:
+                group, tokens = self.ep_group, len(x)
+                return ops.gemm_a2a(rows, second, counts, group, tokens=tokens, layout="nn")
+
+            return self._after_activation(combined, hidden, received)
 
     OURS["GroupedMLP"] = FluxLegacyGroupedExperts

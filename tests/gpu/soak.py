@@ -17,8 +17,6 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -34,8 +32,10 @@ from soak_kinds import Kind, Operands, kinds
 from torch.distributed import ProcessGroup
 
 import flux_megatron
+from flux_megatron.tune_command.measure import joined
 from flux_megatron.tuning import environment
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 500  # calls between two looks of the host
 LATE = 0.1  # share of the calls to which a rank is late
 LATEST_S = 0.002
@@ -137,30 +137,14 @@ def main(
     kinds: int = 64, small: bool = False, portable: bool = False,
 ) -> None:  # fmt: skip
     """Run on the ranks of torchrun. Each kind is called once before the random calls begin."""
-    with joined() as device:
+    with joined(DEVICE) as (group, device):
         row = soak(
-            dist.group.WORLD, device, calls=calls, seconds=seconds, seed=seed, graphs=graphs,
+            group, device, calls=calls, seconds=seconds, seed=seed, graphs=graphs,
             count=kinds, small=small, portable=portable,
         )  # fmt: skip
         printed(row)
     if row["failures"]:
         raise SystemExit(1)
-
-
-@contextmanager
-def joined() -> Iterator[torch.device]:
-    """The ranks of torchrun have a group; the device of this one."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-    yield device
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def printed(row: dict) -> None:

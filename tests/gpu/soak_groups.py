@@ -31,10 +31,9 @@ sys.path.append(str(Path(__file__).parents[1]))  # for `cases`
 
 import torch
 import torch.distributed as dist
-from cases import Case, check, fail_in_a_call, operands
-from closeness import assert_exact
+from cases import Case, check, fail_in_a_call
 from ranks import DEVICE, here
-from soak import joined, printed
+from soak import printed
 from torch.distributed import ProcessGroup
 from triton.runtime.errors import OutOfResources
 
@@ -42,8 +41,10 @@ import flux_megatron
 from flux_megatron import errors, ops, settings
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.overlap import calls
+from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm.workspace import workspace
+from flux_megatron.tune_command.measure import joined
 from flux_megatron.tuning import ahead
 from flux_megatron.tuning.trial import Trial
 
@@ -122,14 +123,10 @@ class Lives:
         draw = random.Random(f"{self._seed} {self.rounds} {dist.get_process_group_ranks(group)}")
         for _ in range(draw.randint(1, 3)):
             rows, seed = int(LONGEST ** draw.random()), draw.randrange(1000)
-            pattern, plan = draw.choice(["ag_gemm", "gemm_rs"]), draw.choice([None, PIPELINED])
+            pattern, plan = draw.choice([*Pattern]), draw.choice([None, PIPELINED])
             case = Case(pattern, rows, N, K, torch.bfloat16, plan=plan, seed=seed, kept=0.15)
             check(case, group)
             self.done["calls"] += 1
-            if pattern == "gemm_rs" and plan is None:
-                given, rank = operands(case, group.size()), group.rank()
-                x, w = given.x[rank].to(here()), given.w[rank].to(here())
-                assert_exact(ops.gemm_all_reduce(x, w, group), torch.cat(given.expected), str(case))
 
     def _fail(self, at: int, way: str) -> None:
         """One rank of the group does, and all others get an error of ours."""
@@ -197,7 +194,7 @@ def soak_groups(rounds: int, seed: int = 0, seconds: float = 3600.0) -> dict:
 
 def main(rounds: int = 300, seed: int = 0, seconds: float = 3600.0) -> None:
     """Run on the ranks of torchrun."""
-    with joined():
+    with joined(DEVICE):
         printed(soak_groups(rounds, seed, seconds))
 
 

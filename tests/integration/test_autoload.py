@@ -18,6 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from ranks import FUSED, on_cpu_ranks
+from started import python
 
 import flux_megatron
 from flux_megatron import settings
@@ -68,11 +69,8 @@ def installed(tmp_path):
 
 def run(script: str, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
     path = [str(ROOT), str(folder), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TORCHDYNAMO_DISABLE": "1"}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
-        capture_output=True, text=True, env=environment | more, timeout=120,
-    )  # fmt: skip
+    variables = {"PYTHONPATH": os.pathsep.join(path), "TORCHDYNAMO_DISABLE": "1", **more}
+    return python("-W", "ignore", "-c", script, code=None, **variables)
 
 
 # how the worker begins, what it does after Megatron has begun, and more variables

@@ -98,6 +98,19 @@ def trained(rank: int, sequence: int, more: dict) -> tuple[list[float], dict[str
     return losses, {name: one.grad for name, one in model.named_parameters()}
 
 
+def as_of_the_stock_dispatcher(rank: int, sequence: int, more: dict) -> None:
+    sbs.start(1, expert_model_parallel_size=2)
+    with sbs.splits_as_lists():
+        stock_losses, stock_gradients = trained(rank, sequence, more)
+    assert not flux_megatron.report().calls
+    with ours():
+        losses, gradients = trained(rank, sequence, more)
+    torch.testing.assert_close(losses, stock_losses, rtol=2e-6, atol=0)
+    torch.testing.assert_close(gradients, stock_gradients, rtol=2e-4, atol=2e-6)
+    parallel_state.destroy_model_parallel()
+    assert losses[0] != losses[-1]
+
+
 @pytest.mark.parametrize(
     ("case", "sequence", "strategy"),
     [
@@ -107,17 +120,7 @@ def trained(rank: int, sequence: int, more: dict) -> tuple[list[float], dict[str
 )  # fmt: skip
 @on_cpu_ranks(2, environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
 def test_losses_are_those_of_the_stock_dispatcher(rank, case, sequence, strategy):
-    sbs.start(1, expert_model_parallel_size=2)
-    settings = {**CASES, **MORE}[case]
-    with sbs.splits_as_lists():
-        stock_losses, stock_gradients = trained(rank, sequence, settings)
-    assert not flux_megatron.report().calls
-    with ours():
-        losses, gradients = trained(rank, sequence, settings)
-    torch.testing.assert_close(losses, stock_losses, rtol=2e-6, atol=0)
-    torch.testing.assert_close(gradients, stock_gradients, rtol=2e-4, atol=2e-6)
-    parallel_state.destroy_model_parallel()
-    assert losses[0] != losses[-1]
+    as_of_the_stock_dispatcher(rank, sequence, {**CASES, **MORE}[case])
     # two layers, both ways
     counted = {(operation, strategy): 4 * STEPS for operation in ("a2a_gemm", "gemm_a2a")}
     assert flux_megatron.report().calls == counted
@@ -131,15 +134,7 @@ ONCE = CASES | MORE | {"dropped": DROPPED}
 @pytest.mark.parametrize("case", ONCE)
 @on_cpu_ranks(2, environment={"FLUX_MEGATRON_EXPERTS_ONCE": "1"})
 def test_losses_where_a_token_travels_once(rank, case):
-    sbs.start(1, expert_model_parallel_size=2)
-    with sbs.splits_as_lists():
-        stock_losses, stock_gradients = trained(rank, 12, ONCE[case])
-    with ours():
-        losses, gradients = trained(rank, 12, ONCE[case])
-    torch.testing.assert_close(losses, stock_losses, rtol=2e-6, atol=0)
-    torch.testing.assert_close(gradients, stock_gradients, rtol=2e-4, atol=2e-6)
-    parallel_state.destroy_model_parallel()
-    assert losses[0] != losses[-1]
+    as_of_the_stock_dispatcher(rank, 12, ONCE[case])
     assert not flux_megatron.report().calls  # none that sends rows once an expert
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from started import python, ran
 from typer.testing import CliRunner
 
 from flux_megatron.cli import app
@@ -60,12 +61,10 @@ ENVIRONMENT = {
 
 def test_launcher_runs_the_script_with_the_flag(script):
     allowed = ["--brand-new", "3", "--flux-allow", "brand-new"]  # which nobody looked at
-    done = subprocess.run(
-        [sys.executable, "-m", "flux_megatron.launch", str(script), "--flux-overlap",
-         "--tensor-model-parallel-size", "1", *allowed],
-        env=ENVIRONMENT, cwd=script.parent.parent, capture_output=True, text=True, timeout=120,
+    done = python(
+        "-m", "flux_megatron.launch", script, "--flux-overlap", "--tensor-model-parallel-size", 1,
+        *allowed, folder=script.parent.parent, **ENVIRONMENT,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     goes_on, alone, first, ran, last = done.stdout.splitlines()
     assert goes_on == "flux_megatron: --flux-allow goes on with --brand-new"
     nothing = "tensor parallel size is 1, so no call has communication to overlap"
@@ -163,12 +162,8 @@ def test_checkpoints_without_their_package_are_refused(script, monkeypatch):
 )
 def test_unmodified_pretrain_gpt_trains_as_with_stock_layers(flux, more):
     """The script compares the losses, of both arms if there are two, with a run of stock layers."""
-    done = subprocess.run(
-        [REPOSITORY / "scripts" / "pretrain.sh", *more], capture_output=True, text=True,
-        timeout=880,
-        env={**os.environ, "PYTHON": sys.executable, "MODELS": "llama", "RANKS": "2", "FLUX": flux},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    variables = {"PYTHON": sys.executable, "MODELS": "llama", "RANKS": "2", "FLUX": flux}
+    done = ran(REPOSITORY / "scripts" / "pretrain.sh", *more, limit_s=880, **variables)
     if more:
         pattern = r"^ flux: [\d.]+x \(95 %: [\d.]+ to [\d.]+\).*, 5 iterations of each arm$"
         for line in (r"^ 22 \d", pattern):

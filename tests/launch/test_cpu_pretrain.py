@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
+from started import python
 
 pytest.importorskip("megatron")
 
@@ -31,11 +30,7 @@ TINY = """
 
 
 def run(*words: str, folder: str | None = None) -> str:
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=240, cwd=folder
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return python(*words, folder=folder, limit_s=240).stdout
 
 
 @on_cpu_ranks(1)

@@ -11,9 +11,11 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+from started import ran
 
 pytest.importorskip("jinja2", reason="needs the extra `launch`")
 
@@ -44,8 +46,7 @@ def test_scripts_are_bash(name, tmp_path):
     if shutil.which("shellcheck"):
         check = ["shellcheck", "--severity=warning", "--shell=bash"]
     for script in scripts:
-        done = subprocess.run([*check, str(script)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+        ran(*check, script)
 
 
 def test_run_folder_holds_the_experiment_as_it_was_resolved(tmp_path):
@@ -410,17 +411,13 @@ def test_entry_points_submit_one_after_the_other(tmp_path):
         'echo "$2 $(grep -o "dependency=.*" "$2")" >>"$JOBS"; wc -l <"$JOBS"\n'
     )  # fmt: skip
     program.chmod(0o755)
-    environment = os.environ | {
+    environment = {
         "PATH": f"{program.parent}:{os.environ['PATH']}", "JOBS": str(tmp_path / "jobs"),
         "PYTHON": sys.executable, "PYTHONPATH": str(ROOT),
         "FLUX_MEGATRON_LM": str(checkout(tmp_path)),
     }  # fmt: skip
 
-    def call(*command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-        )
-
+    call = partial(ran, folder=tmp_path, code=None, **environment)
     done = call(str(scripts / "paper.sh"), "h800-nvlink", "--site", str(scripts / "site.yaml"))
     names = ("paper/gpt3-175b_h800-nvlink", "paper/llama2-70b_h800-nvlink")
     assert done.stdout.splitlines() == [f"{names[0]}: job 1", f"{names[1]}: job 2"], done.stderr

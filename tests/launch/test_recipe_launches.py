@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from started import python
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
@@ -39,12 +39,10 @@ def few_groups(options: list[str]) -> list[str]:
 def test_recipe_runs_with_every_call_overlapped(kind, tmp_path):
     options = " ".join(kind).split()
     launch = ["-m", "flux_megatron.cli", "run", "--device", "cpu", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launch, *SIZES.split(), *options, *few_groups(options),
-         "--data-cache-path", str(tmp_path)],
-        capture_output=True, text=True, timeout=300, cwd=CHECKOUT,
+    done = python(
+        *launch, *SIZES.split(), *options, *few_groups(options), "--data-cache-path", tmp_path,
+        folder=CHECKOUT, limit_s=300,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
     calls = re.search(r"flux_megatron: (\d+) of (\d+) calls overlapped", done.stdout + done.stderr)
     assert calls is not None, done.stdout[-3000:]
     assert calls[1] == calls[2] != "0"

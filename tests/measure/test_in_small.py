@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -15,6 +13,7 @@ import torch
 import typer
 from bench_run import run_here
 from ranks import on_cpu_ranks, run_ranks
+from started import python
 
 import flux_megatron
 from flux_megatron.integration import arm, comparison
@@ -143,14 +142,12 @@ def test_trees_race_and_a_wrong_one_takes_no_part(tmp_path):
     with (tmp_path / "flux_megatron" / "ops.py").open("a") as file:
         file.write("_right = all_gather_gemm\n")
         file.write("def all_gather_gemm(*args, **options): return _right(*args, **options) + 1\n")
-    command = [
-        sys.executable, "-m", "flux_megatron.lab.measure.trees", str(tmp_path / "rows"),
+    done = python(
+        "-m", "flux_megatron.lab.measure.trees", tmp_path / "rows",
         "--device", "cpu", "--rounds", "2", "--calls", "1", "--shapes", "32x16x16 nt",
         "--only", "ag_gemm fused,gemm_rs", "--tree", "installed", "--tree", f"broken={tmp_path}",
-    ]  # fmt: skip
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 1
+        code=1, limit_s=150, TRITON_INTERPRET="1",
+    )  # fmt: skip
     assert "ag_gemm fused 32x16x16 nt: WRONG in broken\n" in done.stdout
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert {row["case"].split()[0] for row in rows} == {"gemm_rs"}

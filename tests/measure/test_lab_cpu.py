@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from started import python
 
 from flux_megatron.lab import cpu
 
@@ -34,7 +33,7 @@ assert kept[-1].dtype == torch.float64
 
 @pytest.mark.parametrize("case", ASKED)
 def test_it_answers(case):
-    subprocess.run([sys.executable, "-c", PRETENDED + ASKED[case]], check=True)
+    python("-c", PRETENDED + ASKED[case])
 
 
 @pytest.mark.parametrize(

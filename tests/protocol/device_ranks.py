@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import torch
 from own_kernel_cases import EPS, SCRIPTS, exact_shard, exact_weight, expected
-from protocol_cases import assert_right
 from torch import Tensor
-from virtual_machine import Machine, PackageCopy, Replays
+from virtual_hosts import VirtualHost, run_hosts
+from virtual_machine import Machine, PackageCopy
 from virtual_ranks import Schedule, Scheduler
 
 KERNELS = {
@@ -37,7 +38,16 @@ class OwnCase:
     last_epoch: int = 0  # of the calls before
 
     def run(self, package: PackageCopy, schedule: Schedule) -> Scheduler:
-        return run(self, package, schedule)
+        host = importlib.import_module("flux_megatron.device.host")
+        channels = (f"kernel {self.kernel}",)
+        machine = Machine(package, self.world_size, self.ctas, channels, self.last_epoch)
+        spaces = mock.patch.object(
+            host, "workspace", lambda group, device: machine.workspaces[group.rank()]
+        )
+        with tempfile.TemporaryDirectory() as folder, spaces:
+            module = loaded(self.kernel, package, Path(folder))
+            module.SLOTS = SLOTS
+            return run_hosts(partial(Host, module), self, Operands(self), machine, schedule)
 
 
 def loaded(kernel: str, package: PackageCopy, folder: Path) -> ModuleType:
@@ -57,56 +67,33 @@ def loaded(kernel: str, package: PackageCopy, folder: Path) -> ModuleType:
     return module
 
 
-class Host:
-    """One rank's host program. `results` maps (kernel, call) to a tensor."""
+class Operands:
+    def __init__(self, case: OwnCase) -> None:
+        self.case, ranks = case, range(case.world_size)
+        rows = case.world_size if case.kernel == "barrier" else case.M_shard
+        self.x = [
+            [exact_shard(call, rank, rows, N, torch.float32) for rank in ranks]
+            for call in range(case.calls)
+        ]
 
-    def __init__(self, case: OwnCase, module: ModuleType, machine: Machine, rank: int) -> None:
-        self.case, self.module, self.machine, self.rank = case, module, machine, rank
-        group = machine.workspaces[rank].group
-        self.channel = module.Channel(case.kernel, group, torch.device("cpu"))
-        self.x = torch.empty_like(operand(case, 0, rank))
+    def expected(self, kernel: str, call: int) -> list[Tensor]:
+        shards = self.x[call]
+        if kernel == "barrier":
+            return [torch.stack(rows) for rows in zip(*shards, strict=True)]
+        return [expected(shards, exact_weight(N, torch.float32), EPS)] * len(shards)
+
+
+class Host(VirtualHost):
+    OPERANDS = ("x",)
+
+    def __init__(self, module: ModuleType, *about: Any) -> None:
+        super().__init__(*about)
+        self.module = module
+        self.channel = module.Channel(self.case.kernel, self.space.group, torch.device("cpu"))
         self.weight = exact_weight(N, torch.float32)
-        self.results: dict[tuple[str, int], Tensor] = {}
 
-    def run(self) -> None:
-        replays = Replays(self.machine, self.case.captured)
-        for call in range(self.case.calls):
-            self.x.copy_(operand(self.case, call, self.rank))
-            y = replays(call, self._call)
-            self.results[self.case.kernel, call] = torch.empty_like(y).copy_(y)
-
-    def _call(self) -> Tensor:
+    def step(self, call: int, x: Tensor) -> dict[str, Tensor]:
         if self.case.kernel == "barrier":
-            return self.module.all_to_all(self.x, self.channel)
-        return self.module.all_gather_rms_norm(self.x, self.weight, self.channel, EPS, 32)
-
-
-def operand(case: OwnCase, call: int, rank: int) -> Tensor:
-    rows = case.world_size if case.kernel == "barrier" else case.M_shard
-    return exact_shard(call, rank, rows, N, torch.float32)
-
-
-def right(case: OwnCase, kernel: str, call: int) -> list[Tensor]:
-    shards = [operand(case, call, r) for r in range(case.world_size)]
-    if kernel == "barrier":
-        return [torch.stack(rows) for rows in zip(*shards, strict=True)]
-    return [expected(shards, exact_weight(N, torch.float32), EPS)] * case.world_size
-
-
-def run(case: OwnCase, package: PackageCopy, schedule: Schedule) -> Scheduler:
-    """`Deadlock`, `OutOfBounds` or `WrongResult` unless every rank has computed the reference."""
-    host = importlib.import_module("flux_megatron.device.host")
-    channels = (f"kernel {case.kernel}",)
-    machine = Machine(package, case.world_size, case.ctas, channels, case.last_epoch)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(
-            host, "workspace", lambda group, device: machine.workspaces[group.rank()]
-        ),
-    ):
-        module = loaded(case.kernel, package, Path(folder))
-        module.SLOTS = SLOTS
-        hosts = [Host(case, module, machine, rank) for rank in range(case.world_size)]
-        scheduler = machine.run(schedule, lambda rank: hosts[rank].run())
-    assert_right(hosts, partial(right, case))
-    return scheduler
+            return {"barrier": self.module.all_to_all(x, self.channel)}
+        y = self.module.all_gather_rms_norm(x, self.weight, self.channel, EPS, 32)
+        return {"norm": y}

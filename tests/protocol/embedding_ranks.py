@@ -7,9 +7,9 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from protocol_cases import assert_right
 from torch import Tensor
-from virtual_machine import Machine, PackageCopy, Replays
+from virtual_hosts import VirtualHost, run_hosts
+from virtual_machine import Machine, PackageCopy
 from virtual_ranks import Schedule, Scheduler
 
 from flux_megatron.lab import reference
@@ -31,15 +31,10 @@ class BagsCase:
     ctas: int = 3
 
     def run(self, package: PackageCopy, schedule: Schedule) -> Scheduler:
-        """`Deadlock`, `OutOfBounds` or `WrongResult` unless every rank has the reference's."""
-        operands, ranks = Operands(self), range(len(self.tables))
-        machine = Machine(package, len(ranks), self.ctas, (package.fused_bags.CHANNEL,))
-        hosts = [Host(self, operands, machine, rank) for rank in ranks]
+        machine = Machine(package, len(self.tables), self.ctas, (package.fused_bags.CHANNEL,))
         tile = package.problem.Tile(self.block, 4, num_warps=4)
         with mock.patch.object(package.fused_bags.pooling, "tile_of", return_value=tile):
-            scheduler = machine.run(schedule, lambda rank: hosts[rank].run())
-        assert_right(hosts, operands.expected)
-        return scheduler
+            return run_hosts(Host, self, Operands(self), machine, schedule)
 
 
 class Operands:
@@ -69,33 +64,22 @@ class Operands:
         return [one.detach() for one in y] if step == "forward" else [w.grad for w in weights]
 
 
-class Host:
-    """One rank's host program. `results` maps (step, call) to a tensor."""
+class Host(VirtualHost):
+    OPERANDS = ("weight", "dy")
 
     def __init__(self, case: BagsCase, operands: Operands, machine: Machine, rank: int) -> None:
-        self.case, self.operands, self.machine, self.rank = case, operands, machine, rank
-        self.results: dict[tuple[str, int], Tensor] = {}
+        super().__init__(case, operands, machine, rank)
         self.bags = machine.package.bags.Bags(
             case.tables, rank, ROWS, D, case.samples * len(case.tables), "sum", torch.float32
         )
-        self.weight = torch.empty_like(operands.weight[0][rank])
-        self.dy = torch.empty_like(operands.dy[0][rank])
 
-    def run(self) -> None:
-        replays = Replays(self.machine, self.case.captured)
-        for call in range(self.case.calls):
-            self.weight.copy_(self.operands.weight[call][self.rank])
-            self.dy.copy_(self.operands.dy[call][self.rank])
-            for what, result in replays(call, self._step).items():
-                self.results[what, call] = torch.empty_like(result).copy_(result)
-
-    def _step(self) -> dict[str, Tensor]:
-        fused, space = self.machine.package.fused_bags, self.machine.workspaces[self.rank]
+    def step(self, call: int, weight: Tensor, dy: Tensor) -> dict[str, Tensor]:
+        fused, space = self.machine.package.fused_bags, self.space
         bags = self.operands.indices[self.rank], self.operands.offsets[self.rank], self.bags
         slices, results = self.case.slice_samples, {}
         if "forward" in self.case.steps:
-            results["forward"] = fused.forward(self.weight, *bags, space, slices)
+            results["forward"] = fused.forward(weight, *bags, space, slices)
         if "backward" in self.case.steps:
-            results["backward"] = fused.backward(self.dy, *bags, space, slices, 2)
-            self.dy.fill_(float("nan"))
+            results["backward"] = fused.backward(dy, *bags, space, slices, 2)
+            dy.fill_(float("nan"))
         return results

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from functools import partial
 from unittest import mock
 
 import torch
-from protocol_cases import assert_right, told
 from torch import Tensor
-from virtual_machine import Machine, PackageCopy, Replays
+from virtual_hosts import VirtualCase, VirtualHost, run_hosts
+from virtual_machine import Machine, PackageCopy
 from virtual_ranks import Schedule, Scheduler
 
 from flux_megatron.lab import reference
@@ -23,7 +22,7 @@ N, K, BLOCK, COMM_ROWS = 24, 16, 16, 8
 
 
 @dataclass(frozen=True)
-class ExpertCase:
+class ExpertCase(VirtualCase):
     """`host` is "dispatch", "combine" or "both"; a rank has up to `most` rows for an expert."""
 
     host: str
@@ -39,19 +38,11 @@ class ExpertCase:
     hopper: bool = False  # the Hopper kernels, in Gluon
     reverse: bool = False  # the experts' matrices lie in reverse, and apart
 
-    def __str__(self) -> str:
-        return told(self)
-
     def run(self, package: PackageCopy, schedule: Schedule) -> Scheduler:
-        """`Deadlock`, `OutOfBounds` or `WrongResult` unless every rank has the reference's."""
-        operands = Operands(self)
         channels = (package.experts.DISPATCH, package.experts.COMBINE)
         machine = Machine(package, self.world_size, self.ctas, channels)
-        hosts = [Host(self, operands, machine, rank) for rank in range(self.world_size)]
         with mock.patch.object(package.signals, "MAX_COMM_TILES", self.slots):
-            scheduler = machine.run(schedule, lambda rank: hosts[rank].run())
-        assert_right(hosts, operands.expected)
-        return scheduler
+            return run_hosts(Host, self, Operands(self), machine, schedule)
 
 
 class Operands:
@@ -118,54 +109,34 @@ class Operands:
         return y
 
 
-class Host:
-    """The calls of one rank. `results` maps (what, call) to a tensor."""
+class Host(VirtualHost):
+    OPERANDS = ("counts", "x", "z")
 
     def __init__(self, case: ExpertCase, operands: Operands, machine: Machine, rank: int) -> None:
-        self.case, self.operands, self.machine, self.rank = case, operands, machine, rank
-        self.space = machine.workspaces[rank]
+        super().__init__(case, operands, machine, rank)
         package = machine.package
         self.strategy = package.hopper_experts if case.hopper else package.experts
         problem = package.problem
         tile = problem.Tile(BLOCK, BLOCK, BLOCK, group_m=2, tma=case.tma)
         self.plan = problem.Plan("hopper" if case.hopper else "fused", COMM_ROWS, tile)
-        self.counts = torch.zeros(case.world_size, case.experts, dtype=torch.int32)
-        self.results: dict[tuple[str, int], Tensor] = {}
-        self._inputs: dict[str, Tensor] = {}
 
-    def run(self) -> None:
-        replays = Replays(self.machine, self.case.captured)
-        for call in range(self.case.calls):
-            self.counts.copy_(self.operands.counts[call][self.rank])
-            x = self._input("x", self.operands.x[call][self.rank])
-            z = self._input("z", self.operands.z[call][self.rank])
-            results = replays(call, partial(self._step, x, z, keep=call % 2 == 1))
-            x.fill_(float("nan"))
-            z.fill_(float("nan"))
-            for what, result in results.items():
-                kept = torch.empty_like(result).copy_(result)
-                if what == "rows":
-                    came = int(sum(one[self.rank].sum() for one in self.operands.counts[call]))
-                    kept[came:].fill_(0)
-                self.results[what, call] = kept
-
-    def _step(self, x: Tensor, z: Tensor, keep: bool) -> dict[str, Tensor]:
-        results = {}
+    def step(self, call: int, counts: Tensor, x: Tensor, z: Tensor) -> dict[str, Tensor]:
+        results, keep = {}, call % 2 == 1
         laid, layout = self.operands.laid[self.rank], self.case.layout
         w = self.machine.package.weights.ExpertWeights(laid, self.case.reverse)
         if self.case.host != "combine":
             y, received, rows = self.strategy.a2a_gemm(
-                x, w, self.counts, self.operands.capacity, layout, keep, self.plan, self.space
+                x, w, counts, self.operands.capacity, layout, keep, self.plan, self.space
             )
             results |= {"y": y, "received": received} | ({"rows": rows} if keep else {})
         if self.case.host != "dispatch":
             results["back"] = self.strategy.gemm_a2a(
-                z, w, self.counts, len(x), layout, self.plan, self.space
+                z, w, counts, len(x), layout, self.plan, self.space
             )
         return results
 
-    def _input(self, name: str, new: Tensor) -> Tensor:
-        """This call's data, in the memory of the last call's if that has the same size."""
-        if name not in self._inputs or self._inputs[name].shape != new.shape:
-            self._inputs[name] = torch.empty_like(new)
-        return self._inputs[name].copy_(new)
+    def known(self, what: str, kept: Tensor, call: int) -> Tensor:
+        if what == "rows":
+            came = int(sum(one[self.rank].sum() for one in self.operands.counts[call]))
+            kept[came:].fill_(0)
+        return kept

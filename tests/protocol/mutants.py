@@ -31,6 +31,7 @@ from expert_cases import ExpertCase
 from protocol_cases import Case
 from signalled_expert_cases import BandCase
 from token_cases import TokenCase
+from virtual_hosts import VirtualCase
 from virtual_machine import Mutation
 
 _THREE = {"world_size": 3, "rows": (20, 11, 11), "N": 16}
@@ -176,7 +177,7 @@ CASES = {
 }  # fmt: skip
 
 
-def not_of_mutants(cases: Iterable[Case]) -> list[Case]:
+def not_of_mutants(cases: Iterable[VirtualCase]) -> list[VirtualCase]:
     """Those that `test_mutants.py` does not run."""
     return [case for case in cases if case not in CASES.values()]
 

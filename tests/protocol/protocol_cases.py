@@ -6,15 +6,14 @@ allows it. Sizes may grow from call to call. Calls may be replays of a graph, mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 from unittest import mock
 
 import torch
 from torch import Tensor
-from virtual_machine import Machine, PackageCopy, Replays
+from virtual_hosts import VirtualCase, VirtualHost, run_hosts
+from virtual_machine import Machine, PackageCopy
 from virtual_ranks import STREAMS, Schedule, Scheduler
 
 from flux_megatron.lab import reference
@@ -22,12 +21,8 @@ from flux_megatron.patterns import Pattern
 from flux_megatron.scaling import Scaling, block_shapes
 
 
-class WrongResult(AssertionError):
-    """A rank's result differs from the reference."""
-
-
 @dataclass(frozen=True)
-class Case:
+class Case(VirtualCase):
     """`host` names one of `STEPS`; `rows` is M_shard of each call; `N, K` are a rank's sizes."""
 
     host: str
@@ -64,24 +59,21 @@ class Case:
     gluon: bool = False  # by its Hopper kernel
 
     def run(self, package: PackageCopy, schedule: Schedule) -> Scheduler:
-        return run(self, package, schedule)
+        machine = Machine(package, self.world_size, self.ctas, last_epoch=self.last_epoch)
+        refuses = mock.Mock(return_value=None if self.gluon else "not asked for")
+        with mock.patch.object(package.hopper_gemm, "refuses_bands", refuses):
+            return run_hosts(Host, self, Operands(self), machine, schedule)
 
-    def __str__(self) -> str:
-        return told(self)
-
-
-def told(case: Any) -> str:
-    """What a case is of, and what differs from the defaults."""
-    given = ((one.name, getattr(case, one.name), one.default) for one in fields(case))
-    return " ".join([case.host, *(f"{name}={value}" for name, value, usual in given
-                                  if name != "host" and value != usual)])  # fmt: skip
+    @property
+    def calls(self) -> int:
+        return len(self.rows)
 
 
 class Operands:
     """Integers for every call and rank: ag_x [M_shard, K], rs_x [M, K], w as laid out, bias [N]."""
 
     def __init__(self, case: Case) -> None:
-        random = torch.Generator().manual_seed(0)
+        self.case, random = case, torch.Generator().manual_seed(0)
 
         dtype = torch.float8_e4m3fn if case.scaled else case.dtype
 
@@ -118,14 +110,24 @@ class Operands:
                 for rank, x in enumerate(of_ranks):
                     x[:, 0] = 1 if rank else 256
 
+    def expected(self, what: str, call: int) -> list[Tensor]:
+        case = self.case
+        if what == "gathered":
+            return [torch.cat(self.ag_x[call])] * case.world_size
+        scaled = {**self.scales[call], "out_dtype": case.dtype} if case.scaled else {}
+        if what == "ag":
+            x = self.ag_x[call]
+            return reference.all_gather_gemm(x, self.w, case.layout, self.bias, **scaled)
+        if what == "ar":
+            return reference.gemm_all_reduce(self.rs_x[call], self.w, case.layout)
+        return reference.gemm_reduce_scatter(self.rs_x[call], self.w, case.layout, **scaled)
 
-class Host:
-    """The calls of one rank. `results` maps (what, call) to a tensor."""
+
+class Host(VirtualHost):
+    OPERANDS = ("ag_x", "rs_x")
 
     def __init__(self, case: Case, operands: Operands, machine: Machine, rank: int) -> None:
-        self.case, self.operands, self.machine, self.rank = case, operands, machine, rank
-        self.workspace = machine.workspaces[rank]
-        self.results: dict[tuple[str, int], Tensor] = {}
+        super().__init__(case, operands, machine, rank)
         package: PackageCopy = machine.package
         self.strategy = getattr(package, case.strategy)
         block_k = case.block_k or case.block
@@ -141,36 +143,25 @@ class Host:
         self.w = operands.w[rank]
         self.scaling: Scaling | None = None
         self.calls, self.builders = package.calls, self.strategy.BUILDERS
-        self._inputs: dict[tuple[str, str], Tensor] = {}
 
-    def run(self) -> None:
-        step, replays = STEPS[self.case.host], Replays(self.machine, self.case.captured)
-        for call in range(len(self.case.rows)):
-            if self.case.two_streams:
-                self.machine.scheduler.use_stream(STREAMS[call % 2])
-            ag_x = self._input("ag_x", self.operands.ag_x[call][self.rank])
-            rs_x = self._input("rs_x", self.operands.rs_x[call][self.rank])
-            scales = [
-                self._input(name, of_ranks[self.rank])
-                for name, of_ranks in self.operands.scales[call].items()
-            ]
-            if scales:
-                how = self.case.dtype, self.case.split, self.case.blockwise, self.case.wire
-                self.scaling = Scaling(*scales, *how)
-            results = replays(call, partial(step, self, ag_x, rs_x, call % 2 == 1))
-            for what, result in results.items():
-                self.results[what, call] = torch.empty_like(result).copy_(result)
+    def begin(self, call: int) -> list[Tensor]:
+        if self.case.two_streams:
+            self.machine.scheduler.use_stream(STREAMS[call % 2])
+        scales = [
+            self.input(name, of_ranks[self.rank])
+            for name, of_ranks in self.operands.scales[call].items()
+        ]
+        if scales:
+            how = self.case.dtype, self.case.split, self.case.blockwise, self.case.wire
+            self.scaling = Scaling(*scales, *how)
+        return super().begin(call)
+
+    def step(self, call: int, ag_x: Tensor, rs_x: Tensor) -> dict[str, Tensor]:
+        return STEPS[self.case.host](self, ag_x, rs_x, call % 2 == 1)
 
     def start(self, pattern: Pattern, x: Tensor):
-        given = x, self.w, self.case.layout, self.plan, self.workspace, self.scaling
+        given = x, self.w, self.case.layout, self.plan, self.space, self.scaling
         return self.calls.start(self.builders[pattern], *given)
-
-    def _input(self, name: str, new: Tensor) -> Tensor:
-        """This call's data, in the memory of the stream's last call's if that has the same size."""
-        key = name, self.machine.scheduler.current_stream
-        if key not in self._inputs or self._inputs[key].shape != new.shape:
-            self._inputs[key] = torch.empty_like(new)
-        return self._inputs[key].copy_(new)
 
 
 def ag(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tensor]:
@@ -182,7 +173,7 @@ def ag(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tens
 
     results["ag"] = host.calls.whole(
         host.builders[Pattern.AG_GEMM], ag_x, host.w, host.bias, host.case.layout, host.plan,
-        host.workspace, keep if consumes else None, host.scaling,
+        host.space, keep if consumes else None, host.scaling,
     )  # fmt: skip
     return results
 
@@ -204,7 +195,7 @@ def ar(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tens
 def backward(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tensor]:
     """A column-parallel layer's backward: a gather and a reduce-scatter at the same time."""
     build = host.machine.package.transfer.gather_rows
-    gather = host.calls.start_gather(build, ag_x, host.plan, host.workspace)
+    gather = host.calls.start_gather(build, ag_x, host.plan, host.space)
     scatter = host.start(Pattern.GEMM_RS, rs_x)
     gathered = gather.complete()
     kept = torch.empty_like(gathered).copy_(gathered)
@@ -214,39 +205,3 @@ def backward(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str
 
 Step = Callable[[Host, Tensor, Tensor, bool], dict[str, Tensor]]
 STEPS: dict[str, Step] = {"ag": ag, "rs": rs, "ar": ar, "backward": backward}
-
-
-def run(case: Case, package: PackageCopy, schedule: Schedule) -> Scheduler:
-    """`Deadlock`, `OutOfBounds` or `WrongResult` unless all ranks' results equal the reference."""
-    operands = Operands(case)
-    machine = Machine(package, case.world_size, case.ctas, last_epoch=case.last_epoch)
-    hosts = [Host(case, operands, machine, rank) for rank in range(case.world_size)]
-    refuses = mock.Mock(return_value=None if case.gluon else "not asked for")
-    with mock.patch.object(package.hopper_gemm, "refuses_bands", refuses):
-        scheduler = machine.run(schedule, lambda rank: hosts[rank].run())
-    assert_right(hosts, partial(_expected, case, operands))
-    return scheduler
-
-
-def assert_right(hosts: Iterable[Any], expected: Callable[[str, int], list[Tensor]]) -> None:
-    """`WrongResult` unless each result (what, call) of a host is what is expected of its rank."""
-    for host in hosts:
-        for (what, call), result in host.results.items():
-            right = expected(what, call)[host.rank]
-            differ = result.float() != right.float()
-            if result.dtype != right.dtype or differ.any():
-                where = f"{what} of call {call} on rank {host.rank}"
-                wrong = f"{int(differ.sum())} of {right.numel()} elements are wrong"
-                raise WrongResult(f"{where}: {wrong}")
-
-
-def _expected(case: Case, operands: Operands, what: str, call: int) -> list[Tensor]:
-    if what == "gathered":
-        return [torch.cat(operands.ag_x[call])] * case.world_size
-    scaled = {**operands.scales[call], "out_dtype": case.dtype} if case.scaled else {}
-    if what == "ag":
-        x = operands.ag_x[call]
-        return reference.all_gather_gemm(x, operands.w, case.layout, operands.bias, **scaled)
-    if what == "ar":
-        return reference.gemm_all_reduce(operands.rs_x[call], operands.w, case.layout)
-    return reference.gemm_reduce_scatter(operands.rs_x[call], operands.w, case.layout, **scaled)

@@ -16,8 +16,8 @@ from unittest import mock
 
 import torch
 from expert_cases import ExpertCase, Host
-from protocol_cases import WrongResult
 from torch import Tensor
+from virtual_hosts import WrongResult
 from virtual_machine import Machine, PackageCopy
 from virtual_ranks import Schedule, Scheduler
 

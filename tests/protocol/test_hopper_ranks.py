@@ -1,4 +1,4 @@
-"""The Hopper strategy, its launchers and the source of its kernels on virtual ranks.
+"""Hopper kernels and their launchers, those of experts too, on virtual ranks.
 
 Every CTA has a strand for each of its warp partitions and for TMA (`emulated_gluon.py`). A CTA that
 gets no SM is one that starts when another has ended: calls must end with one resident CTA a rank.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from expert_cases import ExpertCase
 from interpreted_access import needs_interpreter
 from mutants import CASES as CASES_OF_MUTANTS
-from protocol_cases import Case, run
+from protocol_cases import Case
 from virtual_ranks import STANDARD, Schedule
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
@@ -59,6 +60,11 @@ CASES = [  # beside those of mutants
     Case("rs", "signalled", 3, rows=(48, 48, 32), group_rows=(32,), layout="nn", gluon=True),
     Case("ar", "signalled", rows=(20, 33), K=40, group_rows=(16, 16), gluon=True, ctas=1_000),
     Case("ar", "signalled", rows=(12,) * 6, N=16, group_rows=(16,), captured=True, gluon=True),
+    ExpertCase("dispatch", layout="nn", calls=2, most=12, hopper=True),
+    ExpertCase("combine", layout="nn", calls=2, hopper=True, reverse=True),
+    ExpertCase("both", 1, experts=3, calls=2, hopper=True, reverse=True),
+    ExpertCase("both", 3, experts=1, calls=2, most=9, hopper=True),
+    ExpertCase("both", experts=1, calls=3, most=9, captured=True, hopper=True),
 ]
 OF_MUTANTS = [
     case for case in CASES_OF_MUTANTS.values()
@@ -69,14 +75,33 @@ OF_MUTANTS = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_are_exact(package, case):
     for schedule in STANDARD:
-        run(case, package, schedule)
+        case.run(package, schedule)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES + OF_MUTANTS if not c.captured], ids=str)
 def test_any_ctas_may_have_to_wait_for_an_sm(package, case):
     """STANDARD has two resident ones in any order, and one in the order of the grid."""
     for seed in range(2):
-        run(case, package, Schedule("1 resident", "random", seed, resident=1, any_order=True))
+        case.run(package, Schedule("1 resident", "random", seed, resident=1, any_order=True))
+
+
+LATE = Schedule("one rank late", "random", seed=3, resident=2, any_order=True, late=True)
+
+
+@pytest.mark.parametrize("layout", ["nt", "nn"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_every_number_of_ranks(package, world_size, layout):
+    """Forward and as dgrad: what `flux-megatron doctor --strategies` says without a GPU. Of experts
+    the dgrad of each operation is the other one with the other layout.
+    """
+    few, common = 2 if world_size < 4 else 1, {"layout": layout, "ctas": 2}
+    gathered = ("ag", "hopper", world_size, (16, 32))
+    for case in (
+        Case(*gathered, N=16, **common), Case(*gathered, N=16, K=48, parts=3, **common),
+        *(Case(host, "hopper", world_size, (7, 20), N=16, **common) for host in ("rs", "ar")),
+        ExpertCase("both", world_size, few, few, most=9, hopper=True, **common),
+    ):  # fmt: skip
+        case.run(package, LATE)
 
 
 def test_the_cases_split_the_last_wave(package):

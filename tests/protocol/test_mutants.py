@@ -9,7 +9,7 @@ from emulated_memory import Misuse
 from interpreted_access import needs_interpreter
 from memory_checker import OutOfBounds
 from mutants import CASES, MUTANTS, Mutant
-from protocol_cases import WrongResult
+from virtual_hosts import WrongResult
 from virtual_machine import PackageCopy, mutated
 from virtual_ranks import STANDARD, Deadlock, Schedule
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from interpreted_access import needs_interpreter
 from mutants import BLOCKS, SIX, not_of_mutants
-from protocol_cases import Case, run
-from virtual_machine import Machine
+from protocol_cases import Case
+from token_cases import TokenCase
+from virtual_machine import Machine, PackageCopy
 from virtual_ranks import STANDARD, Deadlock, Schedule
 
 pytestmark = needs_interpreter
@@ -44,30 +45,44 @@ CASES += [
     for strategy in ("fused", "pipelined") for last in (2**31 - 2, 2**32 - 2)
 ]  # fmt: skip
 
+CASES += [
+    TokenCase(world_size=4, experts=1, calls=2, tokens=6),
+    TokenCase(world_size=3, experts=2, topk=6, calls=2, tokens=6),  # all experts of all ranks
+    TokenCase(tokens=1, calls=3),
+    TokenCase(reverse=True, calls=2, world_size=3, tokens=6),
+    TokenCase(captured=True, calls=3, tokens=6, topk=3),
+]
+
 
 @pytest.mark.parametrize("case", not_of_mutants(CASES), ids=str)
 def test_every_schedule(package, case):
     for schedule in STANDARD:
-        run(case, package, schedule)
+        case.run(package, schedule)
 
 
 @pytest.mark.parametrize("host", ["ag", "rs"])
 @pytest.mark.parametrize("schedule", [STANDARD[0], STANDARD[-1]], ids=lambda s: s.name)
 def test_eight_ranks(package, host, schedule):
-    run(Case(host, world_size=8, rows=(9, 9, 9), N=16, comm_rows=5), package, schedule)
+    Case(host, world_size=8, rows=(9, 9, 9), N=16, comm_rows=5).run(package, schedule)
 
 
 @pytest.mark.parametrize("schedule", STANDARD, ids=lambda s: s.name)
 def test_same_seed_same_run(package, schedule):
     case = Case("backward", rows=(8, 8), N=16)
-    first, second = (run(case, package, schedule).trace for _ in range(2))
+    first, second = (case.run(package, schedule).trace for _ in range(2))
     assert first == second
 
 
 def test_other_seed_other_run(package):
     case = Case("ag", rows=(8, 8), N=16)
-    traces = [run(case, package, Schedule("", "random", seed=seed)).trace for seed in (1, 2)]
+    traces = [case.run(package, Schedule("", "random", seed=seed)).trace for seed in (1, 2)]
     assert traces[0] != traces[1]
+
+
+def gathered(package: PackageCopy, machine: Machine, rank: int) -> None:
+    gather_rows, x = package.transfer.gather_rows, torch.zeros(4, 4)
+    plan, space = package.problem.Plan("fused"), machine.workspaces[rank]
+    package.calls.start_gather(gather_rows, x, plan, space).complete()
 
 
 def test_deadlock_names_who_waits_for_what(package):
@@ -75,10 +90,7 @@ def test_deadlock_names_who_waits_for_what(package):
 
     def host(rank: int) -> None:
         if rank == 0:  # rank 1 never comes, but for the growth of the workspace
-            x = torch.zeros(4, 4)
-            plan = package.problem.Plan("fused")
-            gather_rows = package.transfer.gather_rows
-            package.calls.start_gather(gather_rows, x, plan, machine.workspaces[0]).complete()
+            gathered(package, machine, rank)
         else:
             machine.workspaces[1].begin("gather", 2 * 64)
 
@@ -93,9 +105,7 @@ def test_failure_of_a_rank_is_raised(package):
     def host(rank: int) -> None:
         if rank == 1:
             raise RuntimeError("rank 1 is broken")
-        plan = package.problem.Plan("fused")
-        gather_rows, x = package.transfer.gather_rows, torch.zeros(4, 4)
-        package.calls.start_gather(gather_rows, x, plan, machine.workspaces[0]).complete()
+        gathered(package, machine, rank)
 
     with pytest.raises(RuntimeError, match="rank 1 is broken"):
         machine.run(STANDARD[0], host)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from interpreted_access import needs_interpreter
 from mutants import CASES as CASES_OF_MUTANTS
-from protocol_cases import Case, run
+from protocol_cases import Case
 from virtual_machine import Machine, Mutation, PackageCopy, mutated
 from virtual_ranks import STANDARD, Schedule
 
@@ -51,12 +51,12 @@ ONE_BY_ONE = Schedule("one by one", "random", seed=4, resident=1, any_order=True
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_schedule(package, case):
     for schedule in STANDARD:
-        run(case, package, schedule)
+        case.run(package, schedule)
 
 
 @pytest.mark.parametrize("case", [*CASES, *OF_MUTANTS], ids=str)
 def test_ctas_may_run_one_by_one(package, case):
-    run(case, package, ONE_BY_ONE)
+    case.run(package, ONE_BY_ONE)
 
 
 @pytest.mark.parametrize("last", [2**30 - 2, 2**31 - 2, -2])

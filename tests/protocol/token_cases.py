@@ -6,13 +6,12 @@ the calls allow it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from unittest import mock
 
 import torch
-from protocol_cases import assert_right, told
 from torch import Tensor
-from virtual_machine import Machine, PackageCopy, Replays
+from virtual_hosts import VirtualCase, VirtualHost, run_hosts
+from virtual_machine import Machine, PackageCopy
 from virtual_ranks import Schedule, Scheduler
 
 from flux_megatron.lab import reference
@@ -22,7 +21,7 @@ CHANNELS = ("token routes", "tokens sent", "tokens given back")
 
 
 @dataclass(frozen=True)
-class TokenCase:
+class TokenCase(VirtualCase):
     """Each of `tokens` of a rank chooses up to `topk` of all experts."""
 
     host: str = "tokens"
@@ -36,22 +35,14 @@ class TokenCase:
     slots: int = 64  # of a rank, so that few tiles share signals
     reverse: bool = False  # rows of the last expert come first
 
-    def __str__(self) -> str:
-        return told(self)
-
     def run(self, package: PackageCopy, schedule: Schedule) -> Scheduler:
-        """`Deadlock`, `OutOfBounds` or `WrongResult` unless every rank has the reference's."""
-        operands = Operands(self)
         machine = Machine(package, self.world_size, self.ctas, CHANNELS)
-        hosts = [Host(self, operands, machine, rank) for rank in range(self.world_size)]
         small = {"ROUTE_ROWS": 4, "ROWS": 4, "COLUMNS": 8, "CTAS_OF_AN_SM": 1}
         with (
             mock.patch.multiple(package.token_call, **small),
             mock.patch.object(package.signals, "MAX_COMM_TILES", self.slots),
         ):
-            scheduler = machine.run(schedule, lambda rank: hosts[rank].run())
-        assert_right(hosts, operands.expected)
-        return scheduler
+            return run_hosts(Host, self, Operands(self), machine, schedule)
 
 
 class Operands:
@@ -117,34 +108,13 @@ class Operands:
         return [int(sum(one[:, e].sum() for one in self.chosen[call])) for e in own]
 
 
-class Host:
-    """The calls of one rank. `results` maps (what, call) to a tensor."""
+class Host(VirtualHost):
+    OPERANDS = ("chosen", "weights", "x", "z", "gradients")
 
-    def __init__(self, case: TokenCase, operands: Operands, machine: Machine, rank: int) -> None:
-        self.case, self.operands, self.machine, self.rank = case, operands, machine, rank
-        self.space, self.once = machine.workspaces[rank], machine.package.once_calls
-        self.results: dict[tuple[str, int], Tensor] = {}
-        self._inputs: dict[str, Tensor] = {}
-
-    def run(self) -> None:
-        replays = Replays(self.machine, self.case.captured)
-        for call in range(self.case.calls):
-            names = "chosen", "weights", "x", "z", "gradients"
-            given = [
-                self._input(name, getattr(self.operands, name)[call][self.rank]) for name in names
-            ]
-            results = replays(call, partial(self._step, *given))
-            for one in given:
-                one.fill_(float("nan") if one.is_floating_point() else 1)
-            came = self.operands.came(call, self.rank)
-            for what, result in results.items():
-                kept = torch.empty_like(result).copy_(result)
-                self.results[what, call] = kept[:came] if what in ("rows", "weights") else kept
-
-    def _step(
-        self, chosen: Tensor, weights: Tensor, x: Tensor, z: Tensor, gradients: Tensor
+    def step(
+        self, call: int, chosen: Tensor, weights: Tensor, x: Tensor, z: Tensor, gradients: Tensor
     ) -> dict[str, Tensor]:
-        once, case, space = self.once, self.case, self.space
+        once, case, space = self.machine.package.once_calls, self.case, self.space
         routes, of_rows = once.routed(
             weights, chosen, space, case.topk, self.operands.capacity, case.reverse
         )
@@ -154,8 +124,6 @@ class Host:
             "dweights": once.returned(gradients, routes, weights, space),
         }  # fmt: skip
 
-    def _input(self, name: str, new: Tensor) -> Tensor:
-        """This call's data, in the memory of the last call's."""
-        if name not in self._inputs:
-            self._inputs[name] = torch.empty_like(new)
-        return self._inputs[name].copy_(new)
+    def known(self, what: str, kept: Tensor, call: int) -> Tensor:
+        came = self.operands.came(call, self.rank)
+        return kept[:came] if what in ("rows", "weights") else kept

@@ -1,15 +1,16 @@
 """Operations that are no linear layer of a training run, each beside its unfused baseline:
 `flux-megatron bench operations`.
 
-A module a name of `options.OPERATIONS`, with `cases(run)` and `measure(run, case, rounds)`, which
-verifies the case, then writes rows of a table of its own. Both are collective. Right first: what is
-timed gives every bit of what its baseline gives, on small integers.
+A module a name of `options.OPERATIONS`, with `CASES`, `SMALL` ones for the CPU, and a collective
+`measure(run, case, rounds)`, which verifies the case, then writes rows of a table of its own. Right
+first: what is timed gives every bit of what its baseline gives, on small integers.
 """
 
 from __future__ import annotations
 
 import faulthandler
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -22,6 +23,7 @@ from flux_megatron.lab.bench.options import OperationOptions
 from flux_megatron.lab.bench.table_run import Run
 from flux_megatron.symm.step_end import synchronize
 from flux_megatron.symm.workspace import release
+from flux_megatron.tuning.timing import race
 
 GRACE_S = 15
 CALLS = {"cuda": 12, "cpu": 3}  # that are compared, each with operands of its own
@@ -36,7 +38,7 @@ def measure_all(options: OperationOptions, run: Run) -> None:
         faulthandler.dump_traceback_later(options.time_limit_s + GRACE_S, exit=True)
     for name in options.names:
         module = import_module(f"{__name__}.{name}")
-        for case in module.cases(run):
+        for case in module.SMALL if run.device.type == "cpu" else module.CASES:
             if run.time_left():
                 try:
                     module.measure(run, case, options.rounds)
@@ -66,6 +68,33 @@ def and_in_graphs(run: Run, calls: Mapping[str, Call]) -> dict[str, Call]:
     on_gpu = run.device.type == "cuda"
     graphs = {name + IN_A_GRAPH: replayed(call) for name, call in calls.items() if on_gpu}
     return {**calls, **graphs}
+
+
+@contextmanager
+def captured_stream(run: Run) -> Iterator[None]:
+    """All calls are made on the stream that is captured: where a gradient of x or w is summed
+    autograd keeps the stream of the call that it saw first, and waits for the default one break a
+    capture.
+    """
+    stream = torch.cuda.Stream(run.device) if run.device.type == "cuda" else None
+    with torch.cuda.stream(stream):
+        yield
+    if stream is not None:
+        torch.cuda.synchronize(run.device)
+
+
+def race_row(
+    run: Run, table: str, rounds: int, calls: Mapping[str, Call], title: str, **columns: object
+) -> bool:
+    """A row of all candidates, and a line; whether there was time for them. Collective."""
+    if not run.time_left():
+        run.say("no time for the others")
+        return False
+    found = race(calls, group=run.group, device=run.device, rounds=rounds)
+    run.row(table, **columns, times_us=found.times_us, failures=found.failures)
+    ms = {name: round(found.median_us(name) / 1e3, 3) for name in found.times_us}
+    run.say(f"{title}, ms: {ms}, failed: {found.failures or 'none'}")
+    return True
 
 
 def _compare(call: Call, right: dict[str, Tensor]) -> None:

@@ -58,10 +58,6 @@ CASES = (
 SMALL = (Case(8, 4, 3, rows=9, D=8, hot=0.5), Case(8, 4, 3, BF16, rows=9, D=8, hot=0.5))
 
 
-def cases(run: Run) -> tuple[Case, ...]:
-    return SMALL if run.device.type == "cpu" else CASES
-
-
 def measure(run: Run, case: Case, rounds: int) -> None:
     """Rows of both directions. `ArithmeticError` if ours is wrong."""
     work = Work(case, run)

@@ -33,7 +33,6 @@ from flux_megatron.lab.bench.table_run import Run
 from flux_megatron.overlap.operands import LAYOUTS
 from flux_megatron.problem import Plan
 from flux_megatron.symm.workspace import workspace
-from flux_megatron.tuning.timing import race
 
 CHECKED = {"cpu": (24, 16, 20), "cuda": (1088, 512, 1500)}  # ffn, hidden and tokens, verified
 ASK_HOST = ("signalled", "sequential")  # for counts, so their calls cannot be captured
@@ -73,10 +72,6 @@ CASES = tuple(replace(case, skew=skew) for case in MODELS for skew in (0.0, 0.33
 SMALL = (Case("tiny", 32, 48, 4, 2, 24, 0.33),)
 
 
-def cases(run: Run) -> tuple[Case, ...]:
-    return SMALL if run.device.type == "cpu" else CASES
-
-
 def plans(run: Run, x: Tensor, N: int) -> dict[str, Plan]:
     """The default plan of each strategy that can run here, the one that calls choose first."""
     space = workspace(run.group, run.device)
@@ -88,13 +83,8 @@ def plans(run: Run, x: Tensor, N: int) -> dict[str, Plan]:
 
 
 def verify(run: Run, experts: int) -> None:
-    """All calls are made on the stream that is captured: where a gradient of x or w is summed
-    autograd keeps the stream of the call that it saw first, and waits for the default one break a
-    capture.
-    """
     ffn, hidden, tokens = CHECKED[run.device.type]
-    stream = torch.cuda.Stream(run.device) if run.device.type == "cuda" else None
-    with torch.cuda.stream(stream):
+    with operations.captured_stream(run):
         case = Case("verified", hidden, ffn, experts, 1, tokens, 0.0)
         work = Work(case, run, capacity=run.group.size() * tokens + 7)
         for name, plan in work.plans.items():
@@ -102,8 +92,6 @@ def verify(run: Run, experts: int) -> None:
             if name not in ASK_HOST:
                 ours = operations.and_in_graphs(run, ours)
             operations.verify(run, work.renew, ours, work.expected)
-    if stream is not None:
-        torch.cuda.synchronize(run.device)
 
 
 def measure(run: Run, case: Case, rounds: int) -> None:
@@ -111,25 +99,32 @@ def measure(run: Run, case: Case, rounds: int) -> None:
     verify(run, case.experts)
     work = Work(case, run)
     for operation, calls in work.candidates():
-        if not run.time_left():
-            run.say("no time for the others")
-            break
-        found = race(calls, group=run.group, device=run.device, rounds=rounds)
-        run.row(
-            "expert_parallel", operation=operation, **asdict(case),
-            plans={name: plan.dumps() for name, plan in work.plans.items()},
-            times_us=found.times_us, failures=found.failures,
+        in_time = operations.race_row(
+            run, "expert_parallel", rounds, calls, f"{case}, {operation}", operation=operation,
+            **asdict(case), plans={name: plan.dumps() for name, plan in work.plans.items()},
         )  # fmt: skip
-        ms = {name: round(found.median_us(name) / 1e3, 3) for name in found.times_us}
-        run.say(f"{case}, {operation}, ms: {ms}, failed: {found.failures or 'none'}")
         del calls
+        if not in_time:
+            break
 
 
-class Work:
-    """One rank's operands: x [rows, hidden] to w and z [capacity, ffn] to v, and back."""
+class Operands:
+    """Of one rank; `calls` are those that had other ones before."""
+
+    def __init__(self, case: Case, run: Run) -> None:
+        self.case, self.run, self.calls = case, run, 0
+        self.made = operations.generator(run)
+
+    def random(self, *shape: int) -> Tensor:
+        dtype = getattr(torch, self.run.about.dtype)
+        return torch.randn(*shape, device=self.run.device, dtype=dtype) / 8
+
+
+class Work(Operands):
+    """x [rows, hidden] to w and z [capacity, ffn] to v, and back."""
 
     def __init__(self, case: Case, run: Run, capacity: int = 0) -> None:
-        self.case, self.run, self.calls = case, run, 0
+        super().__init__(case, run)
         ranks, rank = run.group.size(), run.group.rank()
         experts = case.experts // ranks
         self.counts = routed(case.rows, ranks, experts, case.skew, rank).to(run.device)
@@ -140,19 +135,14 @@ class Work:
         self.capacity = capacity or max(case.rows, int(self.known.every.sum((0, 2)).max()))
         self.at_home = torch.zeros_like(self.counts)  # the same rows, none of which travels
         self.at_home[rank] = self.known.every[:, rank].sum(0)
-        self.w = self._random(experts, case.ffn, case.hidden)
-        self.v = self._random(experts, case.hidden, case.ffn)
-        self.x = self._random(case.rows, case.hidden)
-        self.z = self._random(self.capacity, case.ffn)
-        self.dy = self._random(case.rows, case.hidden)
-        self.dh = self._random(self.capacity, case.ffn)
-        self.arrived = self._random(self.came, case.hidden)
+        self.w = self.random(experts, case.ffn, case.hidden)
+        self.v = self.random(experts, case.hidden, case.ffn)
+        self.x = self.random(case.rows, case.hidden)
+        self.z = self.random(self.capacity, case.ffn)
+        self.dy = self.random(case.rows, case.hidden)
+        self.dh = self.random(self.capacity, case.ffn)
+        self.arrived = self.random(self.came, case.hidden)
         self.plans = plans(run, self.x, case.ffn)
-        self.made = operations.generator(run)
-
-    def _random(self, *shape: int) -> Tensor:
-        dtype = getattr(torch, self.run.about.dtype)
-        return torch.randn(*shape, device=self.run.device, dtype=dtype) / 8
 
     def there(self, x: Tensor, w: Tensor, counts: Tensor, plan: Plan | None) -> Tensor:
         group = self.run.group

@@ -27,10 +27,9 @@ from torch import Tensor
 
 from flux_megatron.expert_parallel import activation, once, ops
 from flux_megatron.lab.bench import operations
-from flux_megatron.lab.bench.operations.expert_all_to_all import Case
+from flux_megatron.lab.bench.operations.expert_all_to_all import Case, Operands
 from flux_megatron.lab.bench.operations.expert_references import Baseline, grouped, wgrad
 from flux_megatron.lab.bench.table_run import Run
-from flux_megatron.tuning.timing import race
 
 MODELS = (
     Case("Qwen3-30B-A3B", 2048, 768, 128, 8, 4096, 0.0),
@@ -47,57 +46,38 @@ CHECKED = {
 Layer = Callable[..., Tensor]
 
 
-def cases(run: Run) -> tuple[Case, ...]:
-    return SMALL if run.device.type == "cpu" else CASES
-
-
 def measure(run: Run, case: Case, rounds: int) -> None:
     """Rows of both directions. `ArithmeticError` if ours is wrong."""
     verify(run)
     work = Work(case, run)
     for direction, calls in (("forward", work.forward()), ("backward", work.backward())):
-        if not run.time_left():
-            run.say("no time for the others")
+        title, columns = f"{case}, {direction}", {"direction": direction, **asdict(case)}
+        if not operations.race_row(run, "expert_layers", rounds, calls, title, **columns):
             break
-        found = race(calls, group=run.group, device=run.device, rounds=rounds)
-        run.row(
-            "expert_layers", direction=direction, **asdict(case), times_us=found.times_us,
-            failures=found.failures,
-        )  # fmt: skip
-        ms = {name: round(found.median_us(name) / 1e3, 3) for name in found.times_us}
-        run.say(f"{case}, {direction}, ms: {ms}, failed: {found.failures or 'none'}")
 
 
 def verify(run: Run) -> None:
-    """On the stream that is captured, as `expert_all_to_all.verify`."""
-    stream = torch.cuda.Stream(run.device) if run.device.type == "cuda" else None
-    with torch.cuda.stream(stream):
+    with operations.captured_stream(run):
         work = Work(CHECKED[run.device.type], run, gated=False)
         ours = operations.and_in_graphs(run, {"once": partial(work.step, work.once)})
         operations.verify(run, work.renew, ours, partial(work.step, work.library(fetched=True)))
-    if stream is not None:
-        torch.cuda.synchronize(run.device)
 
 
-class Work:
+class Work(Operands):
     """One rank's operands: x [T, hidden], weights [T, experts], w and v of its experts."""
 
     def __init__(self, case: Case, run: Run, gated: bool = True) -> None:
-        self.case, self.run, self.gated, self.calls = case, run, gated, 0
+        super().__init__(case, run)
+        self.gated = gated
         ranks = run.group.size()
         experts = case.experts // ranks
         self.capacity = case.tokens * min(case.topk, experts) * ranks
-        self.x, self.dy = (self._random(case.tokens, case.hidden) for _ in range(2))
-        self.w = self._random(experts, (1 + gated) * case.ffn, case.hidden)
-        self.v = self._random(experts, case.hidden, case.ffn)
+        self.x, self.dy = (self.random(case.tokens, case.hidden) for _ in range(2))
+        self.w = self.random(experts, (1 + gated) * case.ffn, case.hidden)
+        self.v = self.random(experts, case.hidden, case.ffn)
         self.weights = torch.rand(case.tokens, case.experts, device=run.device)
         self.chosen = torch.zeros(case.tokens, case.experts, dtype=torch.bool, device=run.device)
-        self.made = operations.generator(run)
         self._choose(case.topk)
-
-    def _random(self, *shape: int) -> Tensor:
-        dtype = getattr(torch, self.run.about.dtype)
-        return torch.randn(*shape, device=self.run.device, dtype=dtype) / 8
 
     def _choose(self, topk: int) -> None:
         """`topk` experts a token, the first one of a share `skew` of them."""
