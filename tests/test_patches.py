@@ -106,6 +106,12 @@ def test_every_supported_version_is_recorded():
     assert [one.version for one in RECORDED] == sorted({one.version for one in RECORDED})
 
 
+def test_a_copy_of_the_package_alone_says_what_it_lacks(monkeypatch, tmp_path):
+    monkeypatch.setattr(all_series, "FOLDER", tmp_path / "patches")
+    with pytest.raises(FileNotFoundError, match=r"has no VERSION/fingerprints\.json"):
+        all_series.supported()
+
+
 def test_the_patch_only_inserts_our_lines_into_recorded_functions():
     for hunk in all_series.hunks():
         ast.parse(textwrap.dedent(hunk.text))

@@ -42,8 +42,11 @@ class Series:
 
 
 def supported() -> list[Series]:
-    """Every recorded version, the oldest first."""
+    """Every recorded version, the oldest first. `FileNotFoundError` where the folder is missing."""
     found = [load(file.parent) for file in FOLDER.glob(f"*/{FINGERPRINTS}")]
+    if not found:
+        what = "which a checkout of flux_megatron has and an installed wheel brings"
+        raise FileNotFoundError(f"{FOLDER} has no VERSION/{FINGERPRINTS}, {what}")
     return sorted(found, key=lambda series: numbers(series.version))
 
 
