@@ -129,7 +129,8 @@ def without_set_device(rank: int) -> int:
     every_strategy(device)
     test_embedding.exact_calls(rank, [test_embedding.CASES["odd sizes"]], "fused")
     for name in ("small tiles", "fused", "sequential"):
-        test_expert_parallel.calls(rank, name, ("nt", "nn"), test_expert_parallel.ROUTINGS[:2])
+        plan, routings = test_expert_parallel.PLANS[name], test_expert_parallel.ROUTINGS[:2]
+        test_expert_parallel.calls(rank, plan, ("nt", "nn"), routings)
     x = torch.randn(64, 512, device=device, requires_grad=True)
     weight = torch.ones(512, device=device, requires_grad=True)
     for _ in range(CALLS):

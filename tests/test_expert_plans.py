@@ -71,7 +71,7 @@ def chosen(rank: int, folder: Path, entries: list[ExpertEntry]) -> dict:
     """What calls run that name no strategy; only rank 0 has entries."""
     for entry in entries if rank == 0 else ():
         keep(entry)
-    calls(rank, "fused", ("nt",), (even,))  # no plan
+    calls(rank, None, ("nt",), (even,))
     return flux_megatron.report().calls
 
 
