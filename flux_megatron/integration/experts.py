@@ -143,8 +143,11 @@ def why_not(config: Any, tp_size: int) -> str | None:
     for name, reason in unsupported.items():
         if getattr(config, name, None):
             return f"{reason} ({name})"
-    graphs = getattr(config, "cuda_graph_impl", None) or "none"
-    if getattr(config, "moe_shared_expert_overlap", False) and graphs != "none":
+    before_0_16 = ("enable_cuda_graph", "external_cuda_graph")
+    graphs = (getattr(config, "cuda_graph_impl", None) or "none") != "none" or any(
+        getattr(config, name, False) for name in before_0_16
+    )
+    if getattr(config, "moe_shared_expert_overlap", False) and graphs:
         return "shared experts run beside the others in a CUDA graph (moe_shared_expert_overlap)"
     if tp_size > 1:
         given = f"experts are divided over {tp_size} tensor-parallel ranks"

@@ -70,8 +70,8 @@ def candidates(problem: Problem) -> list[Plan]:
     reductions where nobody bounds them.
     """
     default = default_plan(problem)
-    others = [_plan(problem, shares, default.comm_sms) for shares in (GROWING, SHRINKING)]
-    return [*others, _plan(problem, GROUPS, COMM_SMS), _plan(problem, (1,) * 8, COMM_SMS)]
+    found = [_plan(problem, shares, default.comm_sms) for shares in (GROWING, SHRINKING)]
+    return found + [_plan(problem, shares, COMM_SMS) for shares in (GROUPS, (1,) * 8, (1, 1))]
 
 
 def _plan(problem: Problem, shares: Sequence[int], comm_sms: int) -> Plan:

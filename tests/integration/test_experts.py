@@ -150,6 +150,9 @@ REFUSED = {
     "beside the others in a CUDA graph": {
         "moe_shared_expert_overlap": True, "cuda_graph_impl": "local",
     },
+    "beside the others in a CUDA": {
+        "moe_shared_expert_overlap": True, "enable_cuda_graph": True,
+    },
     **{rf"\({name}\)$": {name: 1} for name in (
         "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity",
         "moe_router_padding_for_quantization", "moe_router_padding_for_fp8",
