@@ -381,10 +381,13 @@ AT_ONCE, IN_HALVES, QUARTERS, EIGHTHS = (("copy_engine", count) for count in (1,
     [
         (1024, 8192, "bfloat16", [BY_SM, IN_HALVES]),
         (1026, 8192, "bfloat16", [IN_HALVES, BY_SM]),
-        (2046, 2048, "bfloat16", [IN_HALVES, BY_SM]),
+        (2046, 2048, "bfloat16", [BY_SM, IN_HALVES]),  # the link is late
         (2048, 8192, "bfloat16", [QUARTERS, BY_SM]),
+        (2048, 2048, "bfloat16", [BY_SM, QUARTERS]),
+        (2050, 2048, "bfloat16", [QUARTERS, BY_SM]),
+        (2048, 2048, "bfloat16, 4 ranks", [BY_SM, QUARTERS]),
         (2304, 8192, "bfloat16", [QUARTERS]),
-        (8192, 2048, "bfloat16", [QUARTERS, BY_SM]),  # the link is late
+        (8192, 2048, "bfloat16", [QUARTERS, BY_SM]),
         (8192, 2056, "bfloat16", [QUARTERS]),
         (8194, 8192, "bfloat16", [EIGHTHS]),
         (8192, 1024, "bfloat16, 4 ranks", [IN_HALVES, BY_SM, QUARTERS]),
@@ -410,12 +413,49 @@ def test_who_pushes_a_shard_in_how_many_parts(M, K, kind, pushes):
     assert [*dict.fromkeys(tried)] == pushes
 
 
-def test_results_are_exchanged_for_sums_of_all_rows_alone():
-    problem = Problem(Pattern.GEMM_AR, 1152, 8192, 8192, "bfloat16", 2)
-    plan = Plan("hopper", tile=NARROW, transport="exchange")
-    assert hopper.why_not(problem, plan) is None
-    assert "none of gemm_rs" in hopper.why_not(replace(problem, pattern=Pattern.GEMM_RS), plan)
-    assert "none with e4m3" in hopper.why_not(replace(problem, wire=True), plan)
+@pytest.mark.parametrize(
+    ("pattern", "M", "N", "K", "narrow"),
+    [
+        (Pattern.GEMM_AR, 1152, 4096, 6144, True),
+        (Pattern.GEMM_RS, 1152, 4096, 6144, True),
+        (Pattern.GEMM_RS, 4096, 12288, 6144, False),  # its waves are 2 % shorter
+        (Pattern.GEMM_RS, 2048, 8192, 8192, False),
+    ],
+)
+def test_tiles_of_results_are_narrow_where_that_shortens_the_waves(pattern, M, N, K, narrow):
+    problem = Problem(pattern, M, N, 2 * K, "bfloat16", 2)
+    first, *others = dict.fromkeys(plan.tile for plan in hopper.candidates(problem))
+    assert (first == NARROW) == narrow
+    assert [one.block_n for one in others] == ([256, 256] if narrow else [128, 256])
+    fp8 = replace(problem, dtype="float8_e4m3fn", out_dtype="bfloat16")
+    assert hopper.default_plan(fp8).tile.block_n == 256
+
+
+@pytest.mark.parametrize(
+    ("M", "K", "R", "rows"),
+    [(6144, 4096, 4, 8), (6144, 4096, 2, 16), (8192, 4096, 4, 16), (4096, 2048, 4, 16)],
+)
+def test_copy_engines_push_groups_of_tiles_of_one_rank(M, K, R, rows):
+    problem = Problem(Pattern.GEMM_RS, M, 4096, R * K, "bfloat16", R)
+    assert hopper.default_plan(problem).tile.group_m == rows
+
+
+@pytest.mark.parametrize(
+    ("pattern", "M", "R", "exchanged"),
+    [
+        (Pattern.GEMM_AR, 1152, 2, True), (Pattern.GEMM_AR, 1153, 2, False),
+        (Pattern.GEMM_AR, 1152, 4, False), (Pattern.GEMM_RS, 1152, 2, False),
+    ],
+)  # fmt: skip
+def test_two_ranks_exchange_few_results(pattern, M, R, exchanged):
+    problem = Problem(pattern, M, 8192, 4096 * R, "bfloat16", R)
+    plan = hopper.default_plan(problem)
+    assert (plan.transport == "exchange") == exchanged
+    assert sum(one.transport == "exchange" for one in hopper.candidates(problem)) == exchanged
+    if exchanged:
+        assert hopper.why_not(problem, plan) is None
+        assert "none of gemm_rs" in hopper.why_not(replace(problem, pattern=Pattern.GEMM_RS), plan)
+        assert "none with e4m3" in hopper.why_not(replace(problem, wire=True), plan)
 
 
 def test_long_sums_with_a_split_accumulator_have_square_groups_of_tiles():

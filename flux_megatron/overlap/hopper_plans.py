@@ -17,8 +17,9 @@ from flux_megatron.kernels.hopper.config import (
     slice_buffers,
     wide_tile,
 )
-from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.overlap.hopper_pushes import chosen, others
+from flux_megatron.kernels.hopper.split_tiles import PART_K_TILES, split_last_wave
+from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
+from flux_megatron.overlap.hopper_pushes import BY_SM, Push, chosen, others
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Problem, Tile
 
@@ -28,6 +29,17 @@ from flux_megatron.problem import Plan, Problem, Tile
 # h200x2/pushes.jsonl).
 SQUARE_GROUP, SQUARE_K = 12, 8192
 WIDE = replace(TILE, group_m=16)
+# Of results that are scattered: where the waves of narrow tiles are shorter by that, these take .82
+# to 1.06 of the time of wide ones, .93 on average; .72 to 1.04 and .91 beside others (17 shapes,
+# 2 x H200, 2026-11-28, h200x2/pushes.jsonl); elsewhere .87 to 1.37, 1.04 on average (170
+# measurements in configs/tuned).
+NARROW_WAVES = 0.97
+SMS = 132  # of the Hopper GPUs that have run it
+# Of GEMM+AR: up to this size of y every rank gets all results of two ranks, and adds them up. With
+# narrow tiles that takes .89 to .99 of the time of two trips in five shapes, .68 to 1.04 beside
+# others; of 20 MiB 1.04 and 1.11, 1.04 and 1.15 (2 x H200, 2026-11-28, h200x2/pushes.jsonl). Over
+# four ranks twice as much would travel: .95, and 1.10 beside others (1152 x 4096 x 6144).
+EXCHANGED_BYTES = 18 << 20
 FEW_ROWS = 1024  # of all ranks: with more no GEMM was fastest with tiles of 64 rows
 # Eight took 1 us less to 2 more where K is 12288, and 19 more at 128 x 5120 x 8192: copies of 128
 # KB and their signals take longer than they hide (2 x H100, 2026-11-25, h100x2/k_parts.jsonl).
@@ -37,14 +49,47 @@ PART_COLUMNS_MIN = 512
 
 @lru_cache(maxsize=1024)  # a choice asks twice
 def default_plan(problem: Problem) -> Plan:
-    """Large communication tiles, and groups of 16 rows of tiles. Races try narrow tiles, and groups
-    of 8 rows; nothing tries "exchange" yet.
-    """
+    """Large communication tiles, and groups of 16 rows of tiles, narrow where their waves are."""
     if problem.spec.gathers:
         low = problem.M_shard < TILE.block_m
         wide = wide_tile(problem.M, problem.N_local, problem.K_local)
         return Plan("hopper", tile=_tile_of(problem, LOW[0] if low else wide))
-    return _pushed(problem, *chosen(problem), _tile_of(problem, WIDE))
+    return _exchanged(problem) or _scattered(problem)
+
+
+def _exchanged(problem: Problem) -> Plan | None:
+    """Of GEMM+AR with few rows."""
+    few = problem.M * problem.N_local * 2 <= EXCHANGED_BYTES
+    if problem.pattern is Pattern.GEMM_AR and problem.world_size == 2 and few:
+        return None if problem.scaled else Plan("hopper", tile=NARROW, transport="exchange")
+    return None
+
+
+def _scattered(problem: Problem) -> Plan:
+    push = chosen(problem)
+    return _pushed(problem, *push, _tile_of(problem, _scattered_tile(problem, push)))
+
+
+def _scattered_tile(problem: Problem, push: Push) -> Tile:
+    """Where the waves of narrow tiles are shorter, these. Over more than two ranks groups of 16
+    rows may have tiles for several of them, which copy engines would push late: groups of 8 take
+    .91 to 1.00 of the time there, also beside others (six shapes, 4 x H200, 2026-11-28,
+    h200x4/pushes.jsonl); with stores of the SMs .97 to 1.02.
+    """
+    if problem.scaled:
+        return WIDE
+    if _wave_columns(problem, NARROW) < NARROW_WAVES * _wave_columns(problem, WIDE):
+        return NARROW
+    several = problem.world_size > 2 and problem.M_shard < WIDE.group_m * WIDE.block_m
+    return replace(WIDE, group_m=8) if several and push != BY_SM else WIDE
+
+
+def _wave_columns(problem: Problem, tile: Tile) -> float:
+    """How long the last CTA of a GEMM whose results are scattered works, in columns of tiles."""
+    k_tiles = cdiv(problem.K_local, tile.block_k)
+    tiles = problem.world_size * tiles_of_shard(problem.M_shard, problem.N_local, tile)
+    split = split_last_wave(tiles, k_tiles, SMS, tile)
+    return tile.block_n * split.waves(k_tiles, PART_K_TILES)
 
 
 def _pushed(problem: Problem, transport: str, comm_tiles: int, tile: Tile) -> Plan:
@@ -97,9 +142,10 @@ def candidates(problem: Problem) -> list[Plan]:
             low = [replace(default, tile=tile) for tile in LOW]
             plans += [*low, *_in_parts_of_k(problem, [default, narrow])]
         return plans
-    tiles = WIDE, NARROW, replace(WIDE, group_m=8)
+    tiles = dict.fromkeys((_scattered(problem).tile, NARROW, WIDE, replace(WIDE, group_m=8)))
     pushes = chosen(problem), *others(problem)
-    return [*dict.fromkeys(_pushed(problem, *push, tile) for push in pushes for tile in tiles)]
+    scattered = (_pushed(problem, *push, tile) for push in pushes for tile in tiles)
+    return [*dict.fromkeys((default, *scattered))]
 
 
 def _of_fp8(problem: Problem, default: Plan) -> list[Plan]:

@@ -20,9 +20,10 @@ FP8_BY_SM_BYTES = 4 << 20
 # take .91 of one (alone and beside others, 2 x H200, 2026-11-28, h200x2/pushes.jsonl). Over more
 # ranks there are two at most until that is measured.
 PUSHES = ((64 << 20, COMM_TILES_MAX), ((16 << 20) - 1, 4), (BY_SM_BYTES, 2))
-# Up to this K the SMs may push faster, whatever the bytes: races try them. Where bytes times K are
-# at most 2^35 they take .87 to .99 of the copy engines' time in four shapes, .73 beside others
-# (one, over four ranks), else 1.00 to 1.12 (16; 2 and 4 x H200, 2026-11-28, pushes.jsonl).
+# The SMs push more than BY_SM_BYTES where K is short, bytes times K up to this: .87 to .99 of the
+# copy engines' time in four shapes, .73 beside others (one, over four ranks), else 1.00 to 1.12
+# (16; 2 and 4 x H200, 2026-11-28, pushes.jsonl). Up to LATE_LINK_K they are tried anyway.
+BY_SM_BYTES_K = 1 << 35
 LATE_LINK_K = 2048
 
 Push = tuple[str, int]  # the transport of a plan, and communication tiles of a shard
@@ -33,6 +34,8 @@ def chosen(problem: Problem) -> Push:
     """What is chosen unmeasured."""
     size_bytes = _shard_bytes(problem)
     if size_bytes <= (FP8_BY_SM_BYTES if problem.scaled else BY_SM_BYTES):
+        return BY_SM
+    if not problem.scaled and size_bytes * problem.K_local <= BY_SM_BYTES_K:
         return BY_SM
     fewest, most = (2 if problem.split_accumulator else 1), COMM_TILES_MAX
     if problem.world_size > 2:

@@ -95,7 +95,7 @@ def ruled(problem: Problem, names: Iterable[str]) -> Plan:
     """The plan without a measurement, of the strategies `names` in order of preference.
 
     `sequential` below M = 1024 was 7.1 % slower than the fastest plan on average, `hopper` from
-    there on 1.9 % (204 entries of configs/tuned: 4 and 2 x H200, 2 x H100).
+    there on 1.7 % (202 entries of configs/tuned: 4 and 2 x H200, 2 x H100).
 
     With blockwise scales the library multiplies a shard at a time. On two ranks, M = 4096, two such
     GEMMs take 14 to 28 us more than one, of 66 to 143 us that NCCL takes (2 x H100,
