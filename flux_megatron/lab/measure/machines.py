@@ -1,0 +1,128 @@
+"""Calls of ranks that are no machine of each other: what do bands of `signalled` gain there?
+
+    NCCL_P2P_DISABLE=1 torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.machines out.jsonl
+    torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.machines out.jsonl --sockets
+    torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.machines out.jsonl --device cpu
+
+Each rank says that it is a machine of its own, so nothing but NCCL joins them. NCCL still sees one
+machine, and with NCCL_P2P_DISABLE=1 moves rows through its memory; `--sockets` shows NCCL several
+machines too. A row is a plan of one of `--bands` and `--sms`, verified beside `sequential`, with the
+library's GEMM, the collective, and one after the other. `of_ideal` is the longer of GEMM and
+collective by the plan's time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import typer
+
+from flux_megatron.lab.measure import gpu_run
+from flux_megatron.lab.measure.gpu_run import Calls, Run
+from flux_megatron.overlap import signalled
+from flux_megatron.patterns import Pattern
+from flux_megatron.problem import Plan, Problem
+from flux_megatron.symm import places
+from flux_megatron.tuning.timing import race
+from flux_megatron.tuning.trial import Trial
+
+# of a rank: M x N x K, N_local of a gather, K_local of a reduction
+CASES = (
+    "ag_gemm:8192x28672x8192,ag_gemm:8192x14336x8192,ag_gemm:16384x8192x8192,"
+    "gemm_rs:8192x8192x28672,gemm_rs:8192x8192x14336,gemm_rs:16384x8192x8192,"
+    "gemm_ar:8192x8192x14336,gemm_ar:4096x8192x28672"
+)
+SMALL = "ag_gemm:64x32x32,gemm_rs:64x32x32,gemm_ar:64x32x32"
+BANDS = {
+    "4": (1,) * 4, "8": (1,) * 8, "growing": signalled.GROWING, "shrinking": signalled.SHRINKING,
+}  # fmt: skip
+
+
+def measure(run: Run, case: str, bands: Sequence[str], sms: Sequence[int], rounds: int) -> bool:
+    name, _, sizes = case.partition(":")
+    pattern, (M, N, K) = Pattern(name), map(int, sizes.split("x"))
+    R = run.group.size()
+    problem = Problem.of_operands(
+        pattern, M // R if pattern.spec.gathers else M, N, K, run.about.dtype, R, "nt",
+        run.device.type,
+    )  # fmt: skip
+    trial = Trial(problem, run.group, run.device)
+    trial.renew()
+    trial.learn()
+    plans = {
+        f"{name} bands, {count} SMs": signalled._plan(problem, BANDS[name], count)
+        for name in bands for count in sms
+    }  # fmt: skip
+    failures = {name: run.failure(trial.verified(plan)) for name, plan in plans.items()}
+    for name in filter(failures.get, failures):
+        run.say(f"{case}, {name} WRONG: {failures[name]}")
+    right = {name: plan for name, plan in plans.items() if not failures[name]}
+    ours = {name: trial.call(plan) for name, plan in right.items()}
+    calls: Calls = {**plain_calls(run, trial), **ours}
+    result = race(calls, group=run.group, device=run.device, rounds=rounds)
+    us = {name: round(result.median_us(name), 1) for name in result.times_us}
+    gemm, collective, serial = us["gemm"], us["collective"], us["sequential"]
+    run.say(f"{case}: GEMM {gemm}, collective {collective}, one after the other {serial}")
+    for name, plan in right.items():
+        speed, of_ideal = serial / us[name], max(gemm, collective) / us[name]
+        run.row(
+            "machines", case=case, link=_link(), candidate=name, us=us[name], gemm_us=gemm,
+            collective_us=collective, serial_us=serial, speed=round(speed, 3),
+            of_ideal=round(of_ideal, 3), plan=plan.dumps(),
+        )  # fmt: skip
+        run.say(f"  {name:24} {us[name]:8.1f} us, speed {speed:.2f}, of the ideal {of_ideal:.2f}")
+    trial.close()
+    return not any(failures.values())
+
+
+def plain_calls(run: Run, trial: Trial) -> Calls:
+    """The library's GEMM of all rows, the collective alone, and one after the other."""
+    p, group = trial.problem, run.group
+    x, w = trial.random(p.M, p.K_local), trial.random(p.N_local, p.K_local)
+    y = x.new_empty(p.M, p.N_local)
+
+    def collective() -> None:
+        if p.spec.gathers:
+            dist.all_gather_into_tensor(x, x[: p.M_shard], group=group)
+        elif p.spec.scatters:
+            dist.reduce_scatter_tensor(y[: p.M_shard], y, group=group)
+        else:
+            dist.all_reduce(y, group=group)
+
+    return {
+        "gemm": lambda: torch.mm(x, w.t(), out=y), "collective": collective,
+        "sequential": trial.call(Plan("sequential")),
+    }  # fmt: skip
+
+
+def _link() -> str:
+    if "NCCL_HOSTID" in os.environ:
+        return "sockets"
+    return "host memory" if os.environ.get("NCCL_P2P_DISABLE") == "1" else "peer access"
+
+
+def main(
+    out: Path, commit: str = "", device: str = "cuda", cases: str = "",
+    bands: str = ",".join(BANDS), sms: str = "8,4,2,0", rounds: int = 8, sockets: bool = False,
+    seconds: float = 240,
+) -> None:  # fmt: skip
+    """Be one of the ranks."""
+    rank = os.environ["RANK"]
+    if sockets:
+        os.environ["NCCL_HOSTID"] = f"machine of rank {rank}"
+    with mock.patch.object(places, "machine", return_value=f"machine of rank {rank}"):
+        run = gpu_run.start_on(device, out, commit, seconds)
+        given = cases or (SMALL if device == "cpu" else CASES)
+        of_sms = [int(one) for one in sms.split(",")]
+        gpu_run.measure_each(
+            run, given.split(","), lambda one: measure(run, one, bands.split(","), of_sms, rounds)
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)
