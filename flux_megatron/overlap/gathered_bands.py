@@ -1,5 +1,4 @@
-"""AG+GEMM of `signalled`: the all-gather in bands of rows, beside a library's GEMMs of those that
-have come.
+"""AG+GEMM of `signalled`: the all-gather in bands of rows, beside GEMMs of those that have come.
 
 The dual of the other patterns: there tiles let a collective begin, here a collective lets a GEMM
 begin, by an event. Band g has the same rows of every shard, as one block [R, rows, K]. No kernel
@@ -14,7 +13,7 @@ waits, so it holds no SM while rows are on their way.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,12 +35,19 @@ class Arriving(NamedTuple):
     work: Work
 
 
+class Multiply(Protocol):
+    """x [n, rows, K] times w ([N, K] or [K, N]) into `out`, rows of n shards of y."""
+
+    def __call__(self, x: Tensor, w: Tensor, *, out: Tensor) -> None: ...
+
+
 def ag_gemm(
     group_rows: tuple[int, ...], group: ProcessGroup, stream: CopyEngine, workspace: Workspace,
-    x: Tensor, right: Tensor, y: Tensor, blocks: Tensor, ordered: Tensor | None = None,
+    multiply: Multiply, x: Tensor, w: Tensor, y: Tensor, blocks: Tensor,
+    ordered: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """all_gather(x [M_shard, K]) @ right [K, N]: y [M, N]. `group` runs the collectives, which
-    begin on `stream`. The rows go to `blocks` [M, K] as they come, and to `ordered` [M, K] by rank.
+    """all_gather(x [M_shard, K]) times w: y [M, N]. `group` runs the collectives, which begin on
+    `stream`. The rows go to `blocks` [M, K] as they come, and to `ordered` [M, K] by rank.
     """
     rank, shards, (rows, K) = group.rank(), group.size(), x.shape
     y = y.view(shards, rows, -1)
@@ -57,24 +63,26 @@ def ag_gemm(
     ends = ends_of(rows, group_rows)
     stream.fork()  # before the GEMM: rows are sent beside it
     arriving = start(0, ends[0])
-    _multiply(x.unsqueeze(0), right, out=y[rank : rank + 1])
+    with phase("gemm chunk"):
+        multiply(x.unsqueeze(0), w, out=y[rank : rank + 1])
     # Each gather is enqueued one GEMM ahead. With CUDA_DEVICE_MAX_CONNECTIONS=1 all of them at once
     # would stand before the GEMMs.
     for end in (*ends[1:], 0):
         band, arriving = arriving, start(arriving.last, end) if end else arriving
         with phase("wait"):
             collectives.wait(band.work, workspace)
-        for others in (slice(0, rank), slice(rank + 1, shards)):
-            _multiply(band.block[others], right, out=y[others, band.first : band.last])
+        with phase("gemm chunk"):
+            for others in (slice(0, rank), slice(rank + 1, shards)):
+                multiply(band.block[others], w, out=y[others, band.first : band.last])
         if ordered is not None:
             ordered[:, band.first : band.last] = band.block
     stream.join()
 
 
-def _multiply(x: Tensor, right: Tensor, *, out: Tensor) -> None:
-    """x [n, rows, K] @ right [K, N] into `out`, rows of n shards of y; one GEMM, or one batched."""
-    with phase("gemm chunk"):
-        if len(x) == 1:
-            torch.mm(x[0], right, out=out[0])
-        elif len(x):
-            torch.bmm(x, right.expand(len(x), *right.shape), out=out)
+def multiply(layout: str, x: Tensor, w: Tensor, *, out: Tensor) -> None:
+    """`Multiply` by the library: one GEMM, or one batched. It leaves no SM to anybody."""
+    right = w.t() if layout == "nt" else w
+    if len(x) == 1:
+        torch.mm(x[0], right, out=out[0])
+    elif len(x):
+        torch.bmm(x, right.expand(len(x), *right.shape), out=out)

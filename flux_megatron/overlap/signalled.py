@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from torch.distributed import ProcessGroup
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.hopper import config as hopper_config
 from flux_megatron.kernels.hopper import gemm as hopper_gemm
-from flux_megatron.kernels.portable.signalled_gemm import Band, bands, signalled_gemm
+from flux_megatron.kernels.portable.signalled_gemm import Band, bands, ends_of, signalled_gemm
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.overlap import collectives, fused, gathered_bands
 from flux_megatron.overlap.stage import communicator, stage_of
@@ -42,36 +43,42 @@ NEEDS_SYMMETRIC_MEMORY = False
 
 _SUM = dist.ReduceScatterOptions()
 
-GROUPS = (1,) * 4  # rows of bands, as shares of all
+GROUPS, EIGHT = (1,) * 4, (1,) * 8  # rows of bands, as shares of all
 # The longer of GEMM and collectives is exposed by its first or last band alone if each band's GEMM
 # takes as long as the collective before it, so bands grow where collectives take longer, and shrink
 # where the GEMM does. Equal ones expose a fourth of the shorter.
 GROWING = 32, 48, 72, 108, 162, 243
 SHRINKING = GROWING[::-1]
-# 4 groups, M = 8192, 2 x H200, with 8 and 16 SMs: GEMM+RS, K 49152, 5926 and 6324 us, K 12288 1825
-# and 1907; GEMM+AR 6079 and 6427, 1981 and 2015 (h200x2/signalled.jsonl).
-COMM_SMS = 8
+# Two H200 that NCCL joins by host memory, GEMM+RS 8192 x 8192 x 14336 in 8 bands, by 2, 4, 8 SMs:
+# 4129, 3564, 3659 us; of a GEMM twice as long, 5505, 5836, 6044. With 2 a collective takes a third
+# longer, beside 4 a GEMM takes a fifth longer (h200x2/machines.jsonl).
+COMM_SMS, FEWER_SMS = 4, 2
 
 supports = launch.supports
 
 
 def default_plan(problem: Problem) -> Plan:
-    """Bands of the same size, as far as tiles allow. A library's GEMM leaves no SM to anybody."""
-    return _plan(problem, GROUPS, 0 if problem.spec.gathers else COMM_SMS)
+    """Bands of the same size, as far as tiles allow."""
+    return _plan(problem, GROUPS, COMM_SMS)
 
 
 def why_not(problem: Problem, plan: Plan) -> str | None:
     """Why no call of the problem has this plan, or None. A library's GEMM has its own tiles."""
-    return None if problem.spec.gathers else fused.why_not(problem, plan)
+    if problem.spec.gathers and not plan.comm_sms:
+        return None
+    return fused.why_not(problem, plan)
 
 
 def candidates(problem: Problem) -> list[Plan]:
-    """Plans worth measuring where no model predicts better ones. A gather takes more SMs than
-    reductions where nobody bounds them.
+    """Plans worth measuring where no model predicts better ones. A gather's GEMMs begin with the
+    local shard, so its last band alone is exposed.
     """
-    default = default_plan(problem)
-    found = [_plan(problem, shares, default.comm_sms) for shares in (GROWING, SHRINKING)]
-    return found + [_plan(problem, shares, COMM_SMS) for shares in (GROUPS, (1,) * 8, (1, 1))]
+    equal = (GROUPS, COMM_SMS), (EIGHT, COMM_SMS)
+    if problem.spec.gathers:
+        wanted = [(SHRINKING, COMM_SMS), (GROUPS, FEWER_SMS), *equal, (GROUPS, 0)]
+    else:
+        wanted = [(GROWING, COMM_SMS), (SHRINKING, FEWER_SMS), *equal, (EIGHT, FEWER_SMS)]
+    return [_plan(problem, *one) for one in wanted]
 
 
 def _plan(problem: Problem, shares: Sequence[int], comm_sms: int) -> Plan:
@@ -113,20 +120,47 @@ def _ag_gemm(p: CallProgram) -> Slot:
     blocks = p.x.new_empty(len(y), p.x.shape[1])
     ordered = (p.x.new_empty(*blocks.shape),) if p.caller_steps else ()
     p.follows = True
-    p.host(_gather_bands, p.x, p.w, y, blocks, *ordered)
+    p.host(partial(_gather_bands, _multiply_of(p, len(p.x))), p.x, p.w, y, blocks, *ordered)
     if p.bias is not None:
         p.torch(Tensor.add_, y, p.bias)
     p.caller_step(*ordered)
     return y
 
 
-def _gather_bands(call: InFlight, x: Tensor, w: Tensor, *made: Tensor) -> None:
+def _gather_bands(
+    multiply: gathered_bands.Multiply, call: InFlight, x: Tensor, w: Tensor, *made: Tensor
+) -> None:
     program, space = call.program, call.space
     stage, group = stage_of(space), communicator(space, program.plan.comm_sms)
-    right = w.t() if program.layout == "nt" else w
     stage.begin(call)
-    gathered_bands.ag_gemm(program.plan.group_rows, group, stage.stream, space, x, right, *made)
+    group_rows = program.plan.group_rows
+    gathered_bands.ag_gemm(group_rows, group, stage.stream, space, multiply, x, w, *made)
     stage.open = None
+
+
+def _multiply_of(p: CallProgram, rows: int) -> gathered_bands.Multiply:
+    """The GEMM of so many local rows, or of a band's: the library's, or one that leaves
+    `plan.comm_sms` SMs to the gathers.
+    """
+    plan, stage, N, layout = p.plan, stage_of(p.space), p.N, p.layout
+    if not plan.comm_sms:
+        return partial(gathered_bands.multiply, layout)
+    ends = ends_of(rows, plan.group_rows)
+    sizes = {rows, *(end - first for first, end in pairwise([0, *ends]))}
+    tables = {size: stage.table(bands(size, N, 1, (), plan.tile)) for size in sizes}
+
+    def multiply(x: Tensor, w: Tensor, *, out: Tensor) -> None:
+        for shard, y in zip(x, out, strict=True):
+            table, whole = tables[len(shard)], bands(len(shard), N, 1, (), plan.tile)
+            if capturing(p.space.device):
+                stage.hold(table)
+            kernel_of(shard, N, whole, 1, plan.tile)(
+                shard, w, y, table=table, tiles=whole[0].tiles, shards=1,
+                counters=stage.uncounted, layout=layout, tile=plan.tile,
+                work_counter=stage.work_counter, spare_sms=plan.comm_sms,
+            )  # fmt: skip
+
+    return multiply
 
 
 def _gemm_rs(p: CallProgram) -> Slot:

@@ -34,6 +34,7 @@ class Stage:
     def __init__(self, device: torch.device) -> None:
         self.stream = communication_stream(device)
         self.counters = torch.zeros(MAX_GROUPS, dtype=torch.int32, device=device)
+        self.uncounted = torch.zeros_like(self.counters)  # by kernels for whose tiles nobody waits
         self.work_counter = torch.zeros(WORK_WORDS, dtype=torch.int32, device=device)
         self.open = None
         self.communicators: dict[int, Any] = {}  # by the SMs that they may hold

@@ -6,15 +6,14 @@
 
 Each rank says that it is a machine of its own, so nothing but NCCL joins them. NCCL still sees one
 machine, and with NCCL_P2P_DISABLE=1 moves rows through its memory; `--sockets` shows NCCL several
-machines too. A row is a plan of one of `--bands` and `--sms`, verified beside `sequential`, with the
-library's GEMM, the collective, and one after the other. `of_ideal` is the longer of GEMM and
-collective by the plan's time.
+machines too. A row is a plan that races try, verified beside `sequential`, with the library's GEMM,
+the collective, and one after the other. `of_ideal` is the longer of GEMM and collective by the
+plan's time.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -38,12 +37,9 @@ CASES = (
     "gemm_ar:8192x8192x14336,gemm_ar:4096x8192x28672"
 )
 SMALL = "ag_gemm:64x32x32,gemm_rs:64x32x32,gemm_ar:64x32x32"
-BANDS = {
-    "4": (1,) * 4, "8": (1,) * 8, "growing": signalled.GROWING, "shrinking": signalled.SHRINKING,
-}  # fmt: skip
 
 
-def measure(run: Run, case: str, bands: Sequence[str], sms: Sequence[int], rounds: int) -> bool:
+def measure(run: Run, case: str, rounds: int) -> bool:
     name, _, sizes = case.partition(":")
     pattern, (M, N, K) = Pattern(name), map(int, sizes.split("x"))
     R = run.group.size()
@@ -54,10 +50,7 @@ def measure(run: Run, case: str, bands: Sequence[str], sms: Sequence[int], round
     trial = Trial(problem, run.group, run.device)
     trial.renew()
     trial.learn()
-    plans = {
-        f"{name} bands, {count} SMs": signalled._plan(problem, BANDS[name], count)
-        for name in bands for count in sms
-    }  # fmt: skip
+    plans = {_name_of(problem, plan): plan for plan in signalled.candidates(problem)}
     failures = {name: run.failure(trial.verified(plan)) for name, plan in plans.items()}
     for name in filter(failures.get, failures):
         run.say(f"{case}, {name} WRONG: {failures[name]}")
@@ -75,7 +68,7 @@ def measure(run: Run, case: str, bands: Sequence[str], sms: Sequence[int], round
             collective_us=collective, serial_us=serial, speed=round(speed, 3),
             of_ideal=round(of_ideal, 3), plan=plan.dumps(),
         )  # fmt: skip
-        run.say(f"  {name:24} {us[name]:8.1f} us, speed {speed:.2f}, of the ideal {of_ideal:.2f}")
+        run.say(f"  {name:32} {us[name]:8.1f} us, speed {speed:.2f}, of the ideal {of_ideal:.2f}")
     trial.close()
     return not any(failures.values())
 
@@ -100,6 +93,14 @@ def plain_calls(run: Run, trial: Trial) -> Calls:
     }  # fmt: skip
 
 
+def _name_of(problem: Problem, plan: Plan) -> str:
+    """Tiles of each band, and SMs of the collectives."""
+    rows = plan.group_rows
+    last = signalled.rows_of(problem) - sum(rows)
+    tiles = [size // plan.tile.block_m for size in (*rows, last)]
+    return f"{' '.join(map(str, tiles))}, {plan.comm_sms} SMs"
+
+
 def _link() -> str:
     if "NCCL_HOSTID" in os.environ:
         return "sockets"
@@ -108,8 +109,7 @@ def _link() -> str:
 
 def main(
     out: Path, commit: str = "", device: str = "cuda", cases: str = "",
-    bands: str = ",".join(BANDS), sms: str = "8,4,2,0", rounds: int = 8, sockets: bool = False,
-    seconds: float = 240,
+    rounds: int = 8, sockets: bool = False, seconds: float = 240,
 ) -> None:  # fmt: skip
     """Be one of the ranks."""
     rank = os.environ["RANK"]
@@ -118,10 +118,7 @@ def main(
     with mock.patch.object(places, "machine", return_value=f"machine of rank {rank}"):
         run = gpu_run.start_on(device, out, commit, seconds)
         given = cases or (SMALL if device == "cpu" else CASES)
-        of_sms = [int(one) for one in sms.split(",")]
-        gpu_run.measure_each(
-            run, given.split(","), lambda one: measure(run, one, bands.split(","), of_sms, rounds)
-        )
+        gpu_run.measure_each(run, given.split(","), lambda case: measure(run, case, rounds))
 
 
 if __name__ == "__main__":
