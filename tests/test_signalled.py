@@ -66,6 +66,8 @@ def test_exact(rank, turns):
     assert report.kernels["signalled_gemm"] == launches
     assert f"signalled_gemm {launches}" in str(report)
     assert report.calls == {(pattern, "signalled"): len(made) // 3 for pattern in Pattern}
+    counters = stages.stage_of(workspace(group, here())).counters
+    assert not counters.any(), "what the next call's collectives wait for"
 
 
 def _gathers_by_us(case: Case, shards: int) -> int:
