@@ -157,6 +157,16 @@ def test_a_group_asks_once_for_a_kind_and_its_ranges():
     assert len(parts[0] | parts[1]) == 10
 
 
+def test_layers_around_one_of_fp8_have_its_layout():
+    """No kernel takes w [K, N] of FP8: each try took seconds, and a thousand lines of a log."""
+    problem = Problem(Pattern.AG_GEMM, 4096, 1024, 1024, "bfloat16", 2)
+    scaled = replace(problem, dtype="float8_e4m3fn", out_dtype="bfloat16")
+    assert {one.layout for one in ahead._around(problem)} == {"nt", "nn"}
+    around = ahead._around(scaled)
+    assert {one.layout for one in around} == {"nt"}
+    assert {one.pattern for one in around} == {Pattern.AG_GEMM, Pattern.GEMM_RS}
+
+
 ON = {
     "FLUX_MEGATRON_TUNE": "on",
     "FLUX_MEGATRON_TUNE_SECONDS": "3",

@@ -137,5 +137,7 @@ def _lent(layer: Any, ours: type[Any]) -> dict[str, Any]:
     )  # fmt: skip
     lent = {name: value for name, value in vars(made).items() if not name.startswith("_")}
     parameters = {name: layer._parameters.get(name) for name in made._parameters}
+    # TransformerEngine's layers without a bias have an empty one, which is no parameter
+    lent |= {name: None for name, value in parameters.items() if value is None}
     kept = {"config": layer.config, "training": layer.training}
     return {**lent, **kept, "_parameters": parameters}

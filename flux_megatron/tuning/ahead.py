@@ -71,7 +71,7 @@ def _around(problem: Problem) -> list[Problem]:
     """Kinds of layers that are in a model with this one, forward and backward, with a wide result,
     and with more or fewer products in a sum: from four ranks on the code of GEMM+RS depends on K.
     """
-    layouts = ("nn", "nt")
+    layouts = ("nt",) if problem.scaled else ("nn", "nt")  # wgmma has no FP8 of columns
     if not problem.spec.dual:
         return [replace(problem, layout=layout) for layout in layouts if layout != problem.layout]
     hidden = min(problem.N, problem.K)

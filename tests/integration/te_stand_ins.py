@@ -110,11 +110,17 @@ class _Linear(_State):
         self.config = given
         self.out_features, self.in_features = self.weight.shape  # of this rank
         self.te_return_bias = options["skip_bias_add"] and options["bias"]
+        if not options["bias"]:  # a plain attribute
+            del self._parameters["bias"]
+            self.bias = torch.Tensor().to(config.params_dtype)
         self.is_first_microbatch = True
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.is_first_microbatch = False
-        return super().forward(x)
+        if "bias" in self._parameters:
+            return super().forward(x)
+        with mock.patch.dict(vars(self), bias=None):
+            return super().forward(x)
 
 
 class TEColumnParallelLinear(_Linear, ColumnParallelLinear):
