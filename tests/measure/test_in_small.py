@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -25,9 +26,13 @@ from flux_megatron.lab.measure import (
     fp8_operations,
     gpu_run,
     iterations,
+    machines,
     megatron_jobs,
     without_collectives,
 )
+from flux_megatron.problem import Plan
+from flux_megatron.symm import places
+from flux_megatron.tuning.trial import Trial
 
 PACKAGE = Path(flux_megatron.__file__).parent
 RANK = """
@@ -134,6 +139,35 @@ def test_a_wrong_layer_is_not_timed(rank, case):
     if rank == 1:  # on one rank, and all stop
         dynamic_layers.Layer.ours = wrong
     assert not dynamic_rows.measure(run_here(), case, 5, repeat=False, beside=False)
+
+
+def apart(rank: int, out: Path, wrong: bool) -> bool:
+    """Of ranks that are no machine of each other; results of bands may be wrong on one."""
+    right = Trial.call
+
+    def call(self: Trial, plan: Plan) -> Callable[[], torch.Tensor]:
+        given = right(self, plan)
+        bad = wrong and rank == 1 and plan.group_rows
+        return (lambda: given() + 9) if bad else given  # 1 is rounding of such sums
+
+    with (
+        mock.patch.object(places, "machine", return_value=f"machine of rank {rank}"),
+        mock.patch.object(Trial, "call", call),
+    ):
+        return machines.measure(run_here(out), "gemm_ar:64x32x32", 2)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_bands_between_machines(tmp_path, wrong):
+    (tmp_path / "rows").touch()
+    assert run_ranks(apart, 2, tmp_path / "rows", wrong) == [not wrong] * 2
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    named = [row["candidate"] for row in rows]
+    assert named == ([] if wrong else ["1 1, 4 SMs", "1 1, 2 SMs"])
+    for row in rows:
+        longer = max(row["gemm_us"], row["collective_us"])
+        assert row["speed"] == pytest.approx(row["serial_us"] / row["us"], abs=1e-3)
+        assert row["of_ideal"] == pytest.approx(longer / row["us"], abs=1e-3)
 
 
 @pytest.mark.timeout(200)
