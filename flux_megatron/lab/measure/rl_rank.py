@@ -30,6 +30,10 @@ def prepare() -> None:
     sys.meta_path.append(Absent())
     if CPU in os.environ:
         in_small()
+    else:
+        from flux_megatron.integration import apex_shim
+
+        apex_shim.provide_wgrad_kernels()  # verl's critic fuses gradients of its output layer
     if importlib.util.find_spec("slime"):
         watch_slime()
     if importlib.util.find_spec("verl"):
