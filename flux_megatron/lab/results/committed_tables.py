@@ -151,6 +151,23 @@ def _of_many_rows(root: Path) -> Iterator[Cells]:
                    row["commit"])  # fmt: skip
 
 
+def _of_machines(root: Path) -> Iterator[Cells]:
+    """The fastest plan of each call, of its last run."""
+    last: dict[Cells, list[Row]] = {}
+    for gpus, _, row in rows(root / "docs/results", "machines"):
+        if row["table"] == "machines":
+            name, _, sizes = row["case"].partition(":")
+            call = gpus, row["link"], row["max_connections"], CALLS[name], sizes.replace("x", " x ")
+            if last.setdefault(call, [row])[0]["run"] != row["run"]:
+                last[call] = []
+            last[call].append(row)
+    for case, found in last.items():
+        best = min(found, key=lambda row: row["us"])
+        times = (f"{best[name]:.0f}" for name in ("gemm_us", "collective_us", "serial_us", "us"))
+        shares = (f"{best[name]:.2f}" for name in ("speed", "of_ideal"))
+        yield *case, *times, best["candidate"], *shares, best["commit"]
+
+
 def _of_post_training(root: Path) -> Iterator[Cells]:
     for gpus, _, row in rows(root / "docs/results", "post_training"):
         name, layout = row["case"].split()
@@ -222,6 +239,7 @@ TABLES: dict[str, Callable[[Path], Iterable[Cells]]] = {  # by the heading of th
     "Share of the communication that is hidden": _of_hidden_shares,
     "Plans that ship": _of_plans,
     "Another M in every micro-batch": _of_many_rows,
+    "Ranks that share no memory": _of_machines,
     "Post-training": _of_post_training,
     "Other operations": _of_others,
     "Losses of runs that differ in the order of sums": _of_losses,
