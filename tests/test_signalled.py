@@ -11,7 +11,7 @@ import torch.distributed as dist
 from cases import Case, check_all
 from closeness import assert_exact
 from layer_cases import check, layer
-from ranks import DEVICE, here, on_cpu_ranks, on_device, on_device_ranks
+from ranks import DEVICE, OWN_GPUS, here, on_cpu_ranks, on_device, on_device_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops, pieces
@@ -199,7 +199,7 @@ def test_between_nodes_where_nothing_else_overlaps(rank):
     assert "spans 2 nodes" in workspace(dist.group.WORLD, torch.device("cpu")).unavailable
 
 
-APART = {"FLUX_MEGATRON_STRATEGY": "signalled", "NCCL_HOSTID": "machine of rank {rank}"}
+LINKS = {"sockets": {"NCCL_HOSTID": "machine of rank {rank}"}, "memory": {"NCCL_P2P_DISABLE": "1"}}
 
 
 def between_machines(rank: int) -> None:
@@ -208,9 +208,11 @@ def between_machines(rank: int) -> None:
     assert "spans 2 nodes" in workspace(dist.group.WORLD, here()).unavailable
 
 
-def test_between_machines_of_one_gpu_each():
-    """Which sockets of NCCL join, or gloo's."""
-    on_device(between_machines, 2, environment=APART, fresh=True)
+@pytest.mark.parametrize("link", ["sockets", pytest.param("memory", marks=OWN_GPUS)])
+def test_between_machines_of_one_gpu_each(link):
+    """Which NCCL joins by sockets, or by the memory of the machine that they are; or gloo does."""
+    environment = {"FLUX_MEGATRON_STRATEGY": "signalled", **LINKS[link]}
+    on_device(between_machines, 2, environment=environment, fresh=True)
 
 
 @on_cpu_ranks(2)
