@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("jinja2", reason="needs the extra `launch`")
 
-from slurm_cluster import SlurmCluster
+from slurm_cluster import SlurmCluster, why_unavailable
 from typer.testing import CliRunner
 
 from flux_megatron.cli import app
@@ -42,6 +42,8 @@ def test_slurm_accepts_every_experiment(slurm, tmp_path):
 
 
 def test_a_node_of_this_machine_has_gpus_and_a_kernel_of_its_own(tmp_path):
+    if reason := why_unavailable():
+        pytest.skip(reason)
     files = [str(tmp_path / f"nvidia{number}") for number in range(2)]
     try:
         for file in files:
