@@ -58,8 +58,10 @@ supports = launch.supports
 
 
 def default_plan(problem: Problem) -> Plan:
-    """Bands of the same size, as far as tiles allow."""
-    return _plan(problem, GROUPS, COMM_SMS)
+    """Bands of the same size, as far as tiles allow. Gathers run beside a library's GEMMs, until
+    ours are measured where CUDA_DEVICE_MAX_CONNECTIONS is 1; races try them.
+    """
+    return _plan(problem, GROUPS, 0 if problem.spec.gathers else COMM_SMS)
 
 
 def why_not(problem: Problem, plan: Plan) -> str | None:
@@ -75,7 +77,7 @@ def candidates(problem: Problem) -> list[Plan]:
     """
     equal = (GROUPS, COMM_SMS), (EIGHT, COMM_SMS)
     if problem.spec.gathers:
-        wanted = [(SHRINKING, COMM_SMS), (GROUPS, FEWER_SMS), *equal, (GROUPS, 0)]
+        wanted = [(GROUPS, 0), (SHRINKING, COMM_SMS), (GROUPS, FEWER_SMS), *equal]
     else:
         wanted = [(GROWING, COMM_SMS), (SHRINKING, FEWER_SMS), *equal, (EIGHT, FEWER_SMS)]
     return [_plan(problem, *one) for one in wanted]
