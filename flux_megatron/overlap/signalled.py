@@ -75,7 +75,7 @@ def candidates(problem: Problem) -> list[Plan]:
     """Plans worth measuring where no model predicts better ones. A gather's GEMMs begin with the
     local shard, so its last band alone is exposed.
     """
-    equal = (GROUPS, FEWER_SMS), (EIGHT, FEWER_SMS)
+    equal = (EIGHT, FEWER_SMS), (GROUPS, FEWER_SMS)
     if problem.spec.gathers:
         wanted = [(GROUPS, 0), (SHRINKING, FEWER_SMS), (GROUPS, FEWEST_SMS), *equal]
     else:
