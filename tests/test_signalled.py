@@ -228,19 +228,20 @@ def test_a_communicator_for_each_number_of_sms(monkeypatch):
     """As on GPUs, where the group's own would have as many CTAs as it likes; they end with the
     workspace.
     """
-    own, capturing = mock.Mock(side_effect=lambda space, sms: mock.Mock()), mock.Mock()
+    own, capturing = mock.Mock(side_effect=lambda space, sms, turn: mock.Mock()), mock.Mock()
     monkeypatch.setattr(stages, "_nccl", own)
     monkeypatch.setattr(stages, "capturing", capturing)
     capturing.return_value = False
     group, stage = SimpleNamespace(group_name="one"), stages.Stage(torch.device("cpu"))
     space = SimpleNamespace(group=group, device=torch.device("cuda"), kept={"signalled": stage})
     assert stages.communicator(space, 0) is group
-    few, many = (stages.communicator(space, sms) for sms in (4, 16))
+    few, many, other = (stages.communicator(space, *one) for one in ((4,), (16,), (4, 1)))
     capturing.return_value = True
     assert stages.communicator(space, 4) is few is not many
+    assert stages.communicator(space, 4, 1) is other is not few
     with pytest.raises(errors.WorkspaceError, match="make the same call once before"):
         stages.communicator(space, 8)
-    assert [one.args[1] for one in own.call_args_list] == [4, 16]
+    assert [one.args[1:] for one in own.call_args_list] == [(4, 0), (16, 0), (4, 1)]
     stage.close()
     assert few.abort.call_count == many.abort.call_count == 1
 

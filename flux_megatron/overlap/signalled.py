@@ -53,6 +53,9 @@ SHRINKING = GROWING[::-1]
 # 4129, 3564, 3659 us; of a GEMM twice as long, 5505, 5836, 6044. With 2 a collective takes a third
 # longer, beside 4 a GEMM takes a fifth longer (h200x2/machines.jsonl).
 COMM_SMS, FEWER_SMS, FEWEST_SMS = 8, 4, 2  # the rule's; races try the others
+# Communicators that take turns, each with its part of the SMs. What a collective takes to begin and
+# to end, some 65 us, hides behind the one beside it.
+TURNS = 2
 
 supports = launch.supports
 
@@ -216,28 +219,43 @@ def _by_bands(
 
 def _begin(call: InFlight, table: Tensor) -> None:
     stage = stage_of(call.space)
-    communicator(call.space, call.program.plan.comm_sms)  # made before anything is enqueued
+    for number in range(TURNS):
+        _communicator(call, number)  # made before anything is enqueued
     stage.begin(call)
     if capturing(call.space.device):
         stage.hold(table)
     stage.stream.fork()  # before the kernel: collectives wait for tiles, not for its end
 
 
+def _communicator(call: InFlight, number: int) -> ProcessGroup:
+    """Who moves the band of this number."""
+    comm_sms = call.program.plan.comm_sms
+    return communicator(call.space, cdiv(comm_sms, TURNS), number % TURNS)
+
+
 def _collect(
     number: int, band: Band, shards: int, collective: Callable[..., dist.Work], call: InFlight,
     *made: Tensor,
 ) -> None:  # fmt: skip
-    stage, group = stage_of(call.space), communicator(call.space, call.program.plan.comm_sms)
+    stage = stage_of(call.space)
     with stage.stream.stream():
         stage.stream.wait_count(stage.count_of(number), band.tiles)  # wait [D]
-        collectives.wait(collective(group, band, shards, *made), call.space)
+        call.works.append(collective(_communicator(call, number), band, shards, *made))
     stage.stream.write(stage.count_of(number), 0)  # for the next call
+    _await_all_but(TURNS - 1, call)
 
 
 def _finish(call: InFlight) -> None:
     stage = stage_of(call.space)
+    _await_all_but(0, call)
     stage.stream.join()
     stage.open = None
+
+
+def _await_all_but(left: int, call: InFlight) -> None:
+    with stage_of(call.space).stream.stream():
+        while len(call.works) > left:
+            collectives.wait(call.works.pop(0), call.space)
 
 
 def kernel_of(

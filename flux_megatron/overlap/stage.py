@@ -37,7 +37,9 @@ class Stage:
         self.uncounted = torch.zeros_like(self.counters)  # by kernels for whose tiles nobody waits
         self.work_counter = torch.zeros(WORK_WORDS, dtype=torch.int32, device=device)
         self.open = None
-        self.communicators: dict[int, Any] = {}  # by the SMs that they may hold
+        self.communicators: dict[
+            tuple[int, int], Any
+        ] = {}  # by the SMs that they may hold, and turn
         self._device = device
         self._captured: dict[int, Tensor] = {}  # tables, by the addresses that graphs know
 
@@ -101,21 +103,21 @@ def _refuse_capture(device: torch.device) -> None:
         )
 
 
-def communicator(workspace: Workspace, comm_sms: int) -> Any:
+def communicator(workspace: Workspace, comm_sms: int, turn: int = 0) -> Any:
     """Who runs the collectives: the group, or on NCCL a communicator of the same ranks whose
-    kernels hold at most `comm_sms` SMs. Collective at its first call.
+    kernels hold at most `comm_sms` SMs, another one for each `turn`. Collective at its first call.
     """
     group = workspace.group
     if not comm_sms or workspace.device.type != "cuda":
         return group
     own = stage_of(workspace).communicators
-    if comm_sms not in own:
+    if (comm_sms, turn) not in own:
         _refuse_capture(workspace.device)
-        own[comm_sms] = _nccl(workspace, comm_sms)
-    return own[comm_sms]
+        own[comm_sms, turn] = _nccl(workspace, comm_sms, turn)
+    return own[comm_sms, turn]
 
 
-def _nccl(workspace: Workspace, comm_sms: int) -> Any:
+def _nccl(workspace: Workspace, comm_sms: int, turn: int) -> Any:
     """Made here and not by `dist.new_group`: where the default group is bound to a device that
     splits its communicator, for which all ranks of the job would have to come.
     """
@@ -127,10 +129,10 @@ def _nccl(workspace: Workspace, comm_sms: int) -> Any:
     options.config.cga_cluster_size = 1
     options._timeout = timedelta(seconds=timeout_s(workspace.group))
     # both for the watchdog's messages
-    options.group_name = f"{name_of(workspace.group)} signalled {comm_sms}"  # type: ignore[assignment, unused-ignore]
+    options.group_name = f"{name_of(workspace.group)} signalled {comm_sms} {turn}"  # type: ignore[assignment, unused-ignore]
     if is_listed(workspace.group):
         options.global_ranks_in_group = dist.get_process_group_ranks(workspace.group)
-    store = workspace.agreement.store(f"communicator {comm_sms}")
+    store = workspace.agreement.store(f"communicator {comm_sms} {turn}")
     rank, world_size = workspace.group.rank(), workspace.world_size
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
