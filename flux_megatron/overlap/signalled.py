@@ -43,28 +43,23 @@ NEEDS_SYMMETRIC_MEMORY = False
 
 _SUM = dist.ReduceScatterOptions()
 
-GROUPS, EIGHT = (1,) * 4, (1,) * 8  # rows of bands, as shares of all
-# The longer of GEMM and collectives is exposed by its first or last band alone if each band's GEMM
-# takes as long as the collective before it, so bands grow where collectives take longer, and shrink
-# where the GEMM does. Equal ones expose a fourth of the shorter.
-GROWING = 32, 48, 72, 108, 162, 243
-SHRINKING = GROWING[::-1]
-# Two H200 that NCCL joins by host memory, GEMM+RS 8192 x 8192 x 14336 in 8 bands, by 2, 4, 8 SMs:
-# 4129, 3564, 3659 us; of a GEMM twice as long, 5505, 5836, 6044. With 2 a collective takes a third
-# longer, beside 4 a GEMM takes a fifth longer (h200x2/machines.jsonl).
-COMM_SMS, FEWER_SMS, FEWEST_SMS = 8, 4, 2  # the rule's; races try the others
-# Communicators that take turns, each with its part of the SMs. What a collective takes to begin and
-# to end, some 65 us, hides behind the one beside it.
-TURNS = 2
+# Rows of bands, as shares of all. A gather's GEMMs begin with the local shard, so its last band
+# alone is exposed, and a reduction's first and last are.
+GROUPS, SIXTEEN, SHRINKING = (1,) * 4, (1,) * 16, (12, 8, 6, 4, 2)
+EDGES = 1, 2, 4, 4, 4, 4, 4, 4, 2, 2, 1
+# Communicators of a reduction, which take turns at its bands, each with its part of the SMs. What a
+# collective takes to begin and to end, 65 us, hides behind the ones beside it.
+TURNS = 3
+# That a GEMM leaves. Two H200 that NCCL joins by host memory: beside 4 a GEMM takes a fifth longer,
+# beside 2 less, but a collective a third longer (h200x2/machines.jsonl).
+GATHER_SMS, FEWER_SMS, REDUCE_SMS = 4, 2, 2 * TURNS
 
 supports = launch.supports
 
 
 def default_plan(problem: Problem) -> Plan:
-    """Bands of the same size, as far as tiles allow. Gathers run beside a library's GEMMs, until
-    ours are measured where CUDA_DEVICE_MAX_CONNECTIONS is 1; races try them.
-    """
-    return _plan(problem, GROUPS, 0 if problem.spec.gathers else COMM_SMS)
+    """The first of `candidates`."""
+    return candidates(problem)[0]
 
 
 def why_not(problem: Problem, plan: Plan) -> str | None:
@@ -75,14 +70,13 @@ def why_not(problem: Problem, plan: Plan) -> str | None:
 
 
 def candidates(problem: Problem) -> list[Plan]:
-    """Plans worth measuring where no model predicts better ones. A gather's GEMMs begin with the
-    local shard, so its last band alone is exposed.
+    """Plans worth measuring where no model predicts better ones, the rule's first. A gather without
+    SMs runs beside a library's GEMMs, which hold all.
     """
-    equal = (EIGHT, FEWER_SMS), (GROUPS, FEWER_SMS)
     if problem.spec.gathers:
-        wanted = [(GROUPS, 0), (SHRINKING, FEWER_SMS), (GROUPS, FEWEST_SMS), *equal]
+        wanted = [(SHRINKING, GATHER_SMS), (GROUPS, FEWER_SMS), (GROUPS, 0), (GROUPS, GATHER_SMS)]
     else:
-        wanted = [(GROWING, FEWER_SMS), (SHRINKING, FEWEST_SMS), *equal, (EIGHT, FEWEST_SMS)]
+        wanted = [(shares, REDUCE_SMS) for shares in (EDGES, SIXTEEN, GROUPS)]
     return [_plan(problem, *one) for one in wanted]
 
 
@@ -230,7 +224,7 @@ def _begin(call: InFlight, table: Tensor) -> None:
 def _communicator(call: InFlight, number: int) -> ProcessGroup:
     """Who moves the band of this number."""
     comm_sms = call.program.plan.comm_sms
-    return communicator(call.space, cdiv(comm_sms, TURNS), number % TURNS)
+    return communicator(call.space, max(1, comm_sms // TURNS), number % TURNS)
 
 
 def _collect(

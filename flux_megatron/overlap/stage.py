@@ -37,9 +37,7 @@ class Stage:
         self.uncounted = torch.zeros_like(self.counters)  # by kernels for whose tiles nobody waits
         self.work_counter = torch.zeros(WORK_WORDS, dtype=torch.int32, device=device)
         self.open = None
-        self.communicators: dict[
-            tuple[int, int], Any
-        ] = {}  # by the SMs that they may hold, and turn
+        self.communicators: dict[tuple[int, int], Any] = {}  # by the SMs that they hold, and turn
         self._device = device
         self._captured: dict[int, Tensor] = {}  # tables, by the addresses that graphs know
 
