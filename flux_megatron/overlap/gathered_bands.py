@@ -4,15 +4,17 @@ The dual of the other patterns: there tiles let a collective begin, here a colle
 begin, by an event. Band g has the same rows of every shard, as one block [R, rows, K]. No kernel
 waits, so it holds no SM while rows are on their way.
 
-| time | communication stream | caller's stream |
+| time | communicators, in turns | caller's stream |
 | --- | --- | --- |
-| 1 | gather band 0 | the local shard, which needs no other rank |
-| 2 | gather band 1 | remote rows of band 0 |
-| 3 | gather band 2 | remote rows of band 1 |
+| 1 | gather bands 0, 1 and 2 | the local shard, which needs no other rank |
+| 2 | gather band 3 | remote rows of band 0 |
+| 3 | gather band 4 | remote rows of band 1 |
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import cycle, islice
 from typing import NamedTuple, Protocol
 
 import torch
@@ -42,33 +44,35 @@ class Multiply(Protocol):
 
 
 def ag_gemm(
-    group_rows: tuple[int, ...], group: ProcessGroup, stream: CopyEngine, workspace: Workspace,
-    multiply: Multiply, x: Tensor, w: Tensor, y: Tensor, blocks: Tensor,
+    group_rows: tuple[int, ...], groups: Sequence[ProcessGroup], stream: CopyEngine,
+    workspace: Workspace, multiply: Multiply, x: Tensor, w: Tensor, y: Tensor, blocks: Tensor,
     ordered: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """all_gather(x [M_shard, K]) times w: y [M, N]. `group` runs the collectives, which begin on
-    `stream`. The rows go to `blocks` [M, K] as they come, and to `ordered` [M, K] by rank.
+    """all_gather(x [M_shard, K]) times w: y [M, N]. Of `groups` each gathers a band in its turn,
+    from `stream` on. The rows go to `blocks` [M, K] as they come, and to `ordered` [M, K] by rank.
     """
-    rank, shards, (rows, K) = group.rank(), group.size(), x.shape
+    rank, shards, (rows, K) = groups[0].rank(), groups[0].size(), x.shape
     y = y.view(shards, rows, -1)
     if ordered is not None:
         ordered = ordered.view(shards, rows, K)
 
-    def start(first: int, last: int) -> Arriving:
+    def start(first: int, last: int, group: ProcessGroup) -> Arriving:
         block = blocks[shards * first : shards * last]
         with stream.stream(), phase("all-gather"):
             work = group._allgather_base(block, x[first:last])
         return Arriving(first, last, block.view(shards, last - first, K), work)
 
     ends = ends_of(rows, group_rows)
+    gathers = map(start, [0, *ends], ends, cycle(groups))
     stream.fork()  # before the GEMM: rows are sent beside it
-    arriving = start(0, ends[0])
+    arriving = [*islice(gathers, len(groups))]
     with phase("gemm chunk"):
         multiply(x.unsqueeze(0), w, out=y[rank : rank + 1])
-    # Each gather is enqueued one GEMM ahead. With CUDA_DEVICE_MAX_CONNECTIONS=1 all of them at once
-    # would stand before the GEMMs.
-    for end in (*ends[1:], 0):
-        band, arriving = arriving, start(arriving.last, end) if end else arriving
+    # Each of the others is enqueued one GEMM ahead. With CUDA_DEVICE_MAX_CONNECTIONS=1 all of them
+    # at once would stand before the GEMMs.
+    while arriving:
+        arriving += islice(gathers, 1)
+        band = arriving.pop(0)
         with phase("wait"):
             collectives.wait(band.work, workspace)
         with phase("gemm chunk"):

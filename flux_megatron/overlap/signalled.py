@@ -130,10 +130,10 @@ def _gather_bands(
     multiply: gathered_bands.Multiply, call: InFlight, x: Tensor, w: Tensor, *made: Tensor
 ) -> None:
     program, space = call.program, call.space
-    stage, group = stage_of(space), communicator(space, program.plan.comm_sms)
+    stage, groups = stage_of(space), _communicators(call)
     stage.begin(call)
     group_rows = program.plan.group_rows
-    gathered_bands.ag_gemm(group_rows, group, stage.stream, space, multiply, x, w, *made)
+    gathered_bands.ag_gemm(group_rows, groups, stage.stream, space, multiply, x, w, *made)
     stage.open = None
 
 
@@ -213,30 +213,30 @@ def _by_bands(
 
 def _begin(call: InFlight, table: Tensor) -> None:
     stage = stage_of(call.space)
-    for number in range(TURNS):
-        _communicator(call, number)  # made before anything is enqueued
+    _communicators(call)  # made before anything is enqueued
     stage.begin(call)
     if capturing(call.space.device):
         stage.hold(table)
     stage.stream.fork()  # before the kernel: collectives wait for tiles, not for its end
 
 
-def _communicator(call: InFlight, number: int) -> ProcessGroup:
-    """Who moves the band of this number."""
+def _communicators(call: InFlight) -> list[ProcessGroup]:
+    """Who move bands, in turns."""
     comm_sms = call.program.plan.comm_sms
-    return communicator(call.space, max(1, comm_sms // TURNS), number % TURNS)
+    own = comm_sms and max(1, comm_sms // TURNS)
+    return [communicator(call.space, own, turn) for turn in range(TURNS if own else 1)]
 
 
 def _collect(
     number: int, band: Band, shards: int, collective: Callable[..., dist.Work], call: InFlight,
     *made: Tensor,
 ) -> None:  # fmt: skip
-    stage = stage_of(call.space)
+    stage, groups = stage_of(call.space), _communicators(call)
     with stage.stream.stream():
         stage.stream.wait_count(stage.count_of(number), band.tiles)  # wait [D]
-        call.works.append(collective(_communicator(call, number), band, shards, *made))
+        call.works.append(collective(groups[number % len(groups)], band, shards, *made))
     stage.stream.write(stage.count_of(number), 0)  # for the next call
-    _await_all_but(TURNS - 1, call)
+    _await_all_but(len(groups) - 1, call)
 
 
 def _finish(call: InFlight) -> None:
