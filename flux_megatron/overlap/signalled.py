@@ -43,16 +43,16 @@ NEEDS_SYMMETRIC_MEMORY = False
 
 _SUM = dist.ReduceScatterOptions()
 
-# Rows of bands, as shares of all. A gather's GEMMs begin with the local shard, so its last band
-# alone is exposed, and a reduction's first and last are.
-GROUPS, SIXTEEN, SHRINKING = (1,) * 4, (1,) * 16, (12, 8, 6, 4, 2)
+# Rows of bands, as shares of all. A reduction's first and last band are exposed. A gather's GEMMs
+# begin with the local shard, so its last one alone is.
+GROUPS, EIGHT, SIXTEEN, SHRINKING = (1,) * 4, (1,) * 8, (1,) * 16, (12, 8, 6, 4, 2)
 EDGES = 1, 2, 4, 4, 4, 4, 4, 4, 2, 2, 1
-# Communicators of a reduction, which take turns at its bands, each with its part of the SMs. What a
-# collective takes to begin and to end, 65 us, hides behind the ones beside it.
-TURNS = 3
-# That a GEMM leaves. Two H200 that NCCL joins by host memory: beside 4 a GEMM takes a fifth longer,
-# beside 2 less, but a collective a third longer (h200x2/machines.jsonl).
-GATHER_SMS, FEWER_SMS, REDUCE_SMS = 4, 2, 2 * TURNS
+# Communicators take turns at bands, each with so many SMs. What a collective takes to begin and to
+# end, 65 us, hides behind those beside it, and two of them get more of a socket than one. Two H200
+# that NCCL joins by host memory: beside 4 SMs of collectives a GEMM takes a fifth longer, beside 2
+# less, but one collective then takes a third longer (h200x2/machines.jsonl).
+SMS_OF_ONE = 2
+TWO, THREE = 2 * SMS_OF_ONE, 3 * SMS_OF_ONE
 
 supports = launch.supports
 
@@ -74,9 +74,9 @@ def candidates(problem: Problem) -> list[Plan]:
     SMs runs beside a library's GEMMs, which hold all.
     """
     if problem.spec.gathers:
-        wanted = [(SHRINKING, GATHER_SMS), (GROUPS, FEWER_SMS), (GROUPS, 0), (GROUPS, GATHER_SMS)]
+        wanted = [(EIGHT, TWO), (GROUPS, SMS_OF_ONE), (EIGHT, THREE), (GROUPS, 0)]
     else:
-        wanted = [(shares, REDUCE_SMS) for shares in (EDGES, SIXTEEN, GROUPS)]
+        wanted = [(shares, THREE) for shares in (EDGES, SIXTEEN, GROUPS)]
     return [_plan(problem, *one) for one in wanted]
 
 
@@ -223,8 +223,8 @@ def _begin(call: InFlight, table: Tensor) -> None:
 def _communicators(call: InFlight) -> list[ProcessGroup]:
     """Who move bands, in turns."""
     comm_sms = call.program.plan.comm_sms
-    own = comm_sms and max(1, comm_sms // TURNS)
-    return [communicator(call.space, own, turn) for turn in range(TURNS if own else 1)]
+    turns = max(1, comm_sms // SMS_OF_ONE)
+    return [communicator(call.space, min(SMS_OF_ONE, comm_sms), turn) for turn in range(turns)]
 
 
 def _collect(
