@@ -336,6 +336,11 @@ def test_importing_the_package_loads_nothing_heavy():
 
 
 def test_importing_the_layers_below_megatron_touches_no_device_and_no_group():
+    """Nor does it ask whether CUDA is there, which begins the driver: its GPUs are those of that
+    moment, and Ray says a worker's own later.
+    """
     context, group = (f"torch.{module}.is_initialized()" for module in ("cuda", "distributed"))
-    check = f"import torch\nassert not {context}, 'a context'\nassert not {group}, 'a group'"
-    assert "megatron" not in loaded_after(f"import {PACKAGE}.nn.linear, {PACKAGE}.ops\n{check}")
+    asked = "torch.cuda.is_available = torch.cuda.get_device_capability = lambda: 1 / 0"
+    check = f"assert not {context}, 'a context'\nassert not {group}, 'a group'"
+    code = f"import torch\n{asked}\nimport {PACKAGE}.nn.linear, {PACKAGE}.ops\n{check}"
+    assert "megatron" not in loaded_after(code)

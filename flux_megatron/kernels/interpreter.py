@@ -31,7 +31,9 @@ def prepare() -> None:
     """
     import torch
 
-    if "triton" not in sys.modules and not torch.cuda.is_available():
+    # `is_available` begins CUDA, whose GPUs are then those that CUDA_VISIBLE_DEVICES names now: Ray
+    # names a worker's later.
+    if "triton" not in sys.modules and not torch.cuda.device_count():
         if find_spec("numpy") is None:
             os.environ.pop("TRITON_INTERPRET", None)
         else:

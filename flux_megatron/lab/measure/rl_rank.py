@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,16 +31,34 @@ def prepare() -> None:
     sys.meta_path.append(Absent())
     if CPU in os.environ:
         in_small()
-    else:
+    for name, do in {"verl.workers.engine_workers": prepare_verl,
+                     "slime.backends.megatron_utils.actor": watch_slime}.items():  # fmt: skip
+        sys.meta_path.insert(0, Before(name, do))
+
+
+class Before(importlib.abc.MetaPathFinder):
+    """Does something when a module is asked for. Not sooner: a framework's import begins CUDA, and
+    Ray names the GPU of a worker after its hook.
+    """
+
+    def __init__(self, name: str, do: Callable[[], None]) -> None:
+        self.name, self.do = name, do
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        if name == self.name:
+            sys.meta_path.remove(self)
+            self.do()
+
+
+def prepare_verl() -> None:
+    """The rollout; and its critic fuses gradients of its output layer."""
+    from verl.workers.rollout import base
+
+    base._ROLLOUT_REGISTRY[("vllm", "async")] = f"{__name__}.Rollout"
+    if CPU not in os.environ:
         from flux_megatron.integration import apex_shim
 
-        apex_shim.provide_wgrad_kernels()  # verl's critic fuses gradients of its output layer
-    if importlib.util.find_spec("slime"):
-        watch_slime()
-    if importlib.util.find_spec("verl"):
-        from verl.workers.rollout import base
-
-        base._ROLLOUT_REGISTRY[("vllm", "async")] = f"{__name__}.Rollout"
+        apex_shim.provide_wgrad_kernels()
 
 
 def let_ray_count_gpus() -> None:
