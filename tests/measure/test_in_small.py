@@ -154,7 +154,7 @@ def apart(rank: int, out: Path, wrong: bool) -> bool:
         mock.patch.object(places, "machine", return_value=f"machine of rank {rank}"),
         mock.patch.object(Trial, "call", call),
     ):
-        return machines.measure(run_here(out), "gemm_ar:64x32x32", 2)
+        return machines.measure(run_here(out), "gemm_ar:64x32x32", "memory", 2)
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -163,7 +163,7 @@ def test_bands_between_machines(tmp_path, wrong):
     assert run_ranks(apart, 2, tmp_path / "rows", wrong) == [not wrong] * 2
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     named = [row["candidate"] for row in rows]
-    assert named == ([] if wrong else ["1 1, 4 SMs", "1 1, 2 SMs"])
+    assert named == ([] if wrong else ["1 1, 6 SMs"])
     for row in rows:
         longer = max(row["gemm_us"], row["collective_us"])
         assert row["speed"] == pytest.approx(row["serial_us"] / row["us"], abs=1e-3)

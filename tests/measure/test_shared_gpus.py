@@ -9,8 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
+import typer
 
 from flux_megatron.lab.measure import gpu_run
+from flux_megatron.symm import places
 
 ALLOWED = {gpu_run.OVERLAPPING: "1"}
 CASES = {  # ranks, GPUs, variables: the GPU of rank 1, its machine
@@ -31,6 +33,21 @@ def test_ranks_of_torchrun_share_gpus_that_are_too_few(case, monkeypatch):
         os.environ.pop("NCCL_HOSTID", None)
         gpu_run.share_gpus()
         assert (os.environ["LOCAL_RANK"], os.environ.get("NCCL_HOSTID")) == (gpu, machine)
+
+
+@pytest.mark.parametrize(("links", "variable", "machine"), [
+    ("memory", "NCCL_P2P_DISABLE", "machine 3"), ("sockets:2", "NCCL_HOSTID", "machine 1"),
+])  # fmt: skip
+def test_ranks_that_are_machines(links, variable, machine, monkeypatch):
+    monkeypatch.setattr(places, "machine", places.machine)
+    with mock.patch.dict(os.environ, {"RANK": "3"}):
+        for name in ("NCCL_P2P_DISABLE", "NCCL_HOSTID"):
+            os.environ.pop(name, None)
+        assert gpu_run.be_apart(links) == {"memory": "host memory"}.get(links, "sockets")
+        assert places.machine() == machine
+        assert {"NCCL_P2P_DISABLE", "NCCL_HOSTID"} & {*os.environ} == {variable}
+        with pytest.raises(typer.BadParameter, match="'nvlink' given, memory or sockets expected"):
+            gpu_run.be_apart("nvlink:2")
 
 
 def test_workers_of_ray_share_gpus(monkeypatch):

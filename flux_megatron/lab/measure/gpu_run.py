@@ -18,11 +18,15 @@ from torch import Tensor
 from flux_megatron import settings
 from flux_megatron.lab.bench import provenance
 from flux_megatron.lab.bench.table_run import Run
+from flux_megatron.symm import places
 from flux_megatron.tuning.timing import Race, race
 
 COLLECTIVE_LIMIT_S = 120
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's; symmetric memory reads it too
 GRACE_S = 15  # behind the seconds that a script has
+APART = "RANKS_APART"  # variable of a script's ranks: what `be_apart` is given
+
+LINKS = {"memory": "host memory", "sockets": "sockets"}  # as rows have them
 
 Case = TypeVar("Case")
 Calls = Mapping[str, Callable[[], object]]
@@ -42,6 +46,19 @@ def share_gpus() -> None:
         rank = int(os.environ["LOCAL_RANK"])
         os.environ["LOCAL_RANK"] = str(rank % torch.cuda.device_count())
         os.environ["NCCL_HOSTID"] = f"machine of rank {rank}"
+
+
+def be_apart(links: str) -> str:
+    """In a rank of torchrun, before its CUDA begins: "memory" or "sockets", by which NCCL joins
+    machines of one rank, or with ":2" behind it of two. Nothing but NCCL joins them. The link.
+    """
+    link, _, ranks = links.partition(":")
+    if link not in LINKS:
+        raise typer.BadParameter(f"link {link!r} given, {' or '.join(LINKS)} expected")
+    machine = f"machine {int(os.environ['RANK']) // int(ranks or 1)}"
+    places.machine = lambda: machine
+    os.environ |= {"NCCL_HOSTID": machine} if link == "sockets" else {"NCCL_P2P_DISABLE": "1"}
+    return LINKS[link]
 
 
 def share_gpus_of_ray() -> None:

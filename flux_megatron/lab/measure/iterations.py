@@ -10,7 +10,8 @@
 The models of `configs/experiments/node` at several M, `--micro-batches` of them a step, by default
 one: the optimizer's share is largest then. `--layers` makes them fit less memory. `--layout` says
 what tensor parallelism is beside: nothing, two replicas whose gradients and parameters travel
-meanwhile, or two stages of an interleaved pipeline. For each model and M two processes a rank run
+meanwhile, or two stages of an interleaved pipeline. `--apart memory` or `sockets` makes each rank
+a machine, `sockets:2` each two (`gpu_run.be_apart`). For each model and M two processes a rank run
 (`--arms`), one after the other on the same GPUs:
 - compare, `--flux-compare`: stock iterations, ours, and stock ones without tensor-parallel
   collectives in turn, blocks of `--block`. The first turn and the first iteration of every block
@@ -46,6 +47,7 @@ from typing import Annotated
 import typer
 
 from flux_megatron.lab.bench.table_run import append
+from flux_megatron.lab.measure import gpu_run
 from flux_megatron.lab.measure.megatron_jobs import (
     ARMS,
     BLOCK,
@@ -131,13 +133,16 @@ def main(
     M: Annotated[str, typer.Option("--M")] = "8192,4096,2048", more: str = "",
     seconds: float = 3600, arms: str = ",".join(ARMS), layout: str = "tp",
     micro_batches: int = 1, models: str = "", block: int = BLOCK, pairs: int = PAIRS,
-    timed: int = TIMED, limit_s: float = 150, layers: int = 0,
+    timed: int = TIMED, limit_s: float = 150, layers: int = 0, apart: str = "",
 ) -> None:  # fmt: skip
     """Measure the models with `models` in their names at every M, as long as `seconds` allow to
     begin another process; one that takes longer than `limit_s` is stopped. Exits 1 if one failed
     or there was none.
     """
     machine, end = machine_of(checkout, commit), time.monotonic() + seconds
+    if apart:
+        os.environ[gpu_run.APART] = apart
+        machine["link"] = gpu_run.LINKS[apart.partition(":")[0]]
     length = Length(block, pairs, timed)
     wanted = [
         job for rows in map(int, M.split(",")) for experiment in EXPERIMENTS if models in experiment

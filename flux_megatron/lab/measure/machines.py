@@ -1,21 +1,18 @@
 """Calls of ranks that are no machine of each other: what do bands of `signalled` gain there?
 
-    NCCL_P2P_DISABLE=1 torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.machines out.jsonl
-    torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.machines out.jsonl --sockets
+    torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.machines out.jsonl
+    torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.machines out.jsonl --link sockets
     torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.machines out.jsonl --device cpu
 
-Each rank says that it is a machine of its own, so nothing but NCCL joins them. NCCL still sees one
-machine, and with NCCL_P2P_DISABLE=1 moves rows through its memory; `--sockets` shows NCCL several
-machines too. A row is a plan that races try, verified beside `sequential`, with the library's GEMM,
-the collective, and one after the other. `of_ideal` is the longer of GEMM and collective by the
-plan's time.
+Each rank says that it is a machine of its own, so nothing but NCCL joins them, through the memory
+of the machine or by sockets (`gpu_run.be_apart`). A row is a plan that races try, verified beside
+`sequential`, with the library's GEMM, the collective, and one after the other. `of_ideal` is the
+longer of GEMM and collective by the plan's time.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,7 +23,6 @@ from flux_megatron.lab.measure.gpu_run import Calls, Run
 from flux_megatron.overlap import signalled
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Problem
-from flux_megatron.symm import places
 from flux_megatron.tuning.timing import race
 from flux_megatron.tuning.trial import Trial
 
@@ -39,7 +35,7 @@ CASES = (
 SMALL = "ag_gemm:64x32x32,gemm_rs:64x32x32,gemm_ar:64x32x32"
 
 
-def measure(run: Run, case: str, rounds: int) -> bool:
+def measure(run: Run, case: str, link: str, rounds: int) -> bool:
     name, _, sizes = case.partition(":")
     pattern, (M, N, K) = Pattern(name), map(int, sizes.split("x"))
     R = run.group.size()
@@ -64,7 +60,7 @@ def measure(run: Run, case: str, rounds: int) -> bool:
     for name, plan in right.items():
         speed, of_ideal = serial / us[name], max(gemm, collective) / us[name]
         run.row(
-            "machines", case=case, link=_link(), candidate=name, us=us[name], gemm_us=gemm,
+            "machines", case=case, link=link, candidate=name, us=us[name], gemm_us=gemm,
             collective_us=collective, serial_us=serial, speed=round(speed, 3),
             of_ideal=round(of_ideal, 3), plan=plan.dumps(),
         )  # fmt: skip
@@ -101,24 +97,15 @@ def _name_of(problem: Problem, plan: Plan) -> str:
     return f"{' '.join(map(str, tiles))}, {plan.comm_sms} SMs"
 
 
-def _link() -> str:
-    if "NCCL_HOSTID" in os.environ:
-        return "sockets"
-    return "host memory" if os.environ.get("NCCL_P2P_DISABLE") == "1" else "peer access"
-
-
 def main(
     out: Path, commit: str = "", device: str = "cuda", cases: str = "",
-    rounds: int = 8, sockets: bool = False, seconds: float = 240,
+    rounds: int = 8, link: str = "memory", seconds: float = 240,
 ) -> None:  # fmt: skip
     """Be one of the ranks."""
-    rank = os.environ["RANK"]
-    if sockets:
-        os.environ["NCCL_HOSTID"] = f"machine of rank {rank}"
-    with mock.patch.object(places, "machine", return_value=f"machine of rank {rank}"):
-        run = gpu_run.start_on(device, out, commit, seconds)
-        given = cases or (SMALL if device == "cpu" else CASES)
-        gpu_run.measure_each(run, given.split(","), lambda case: measure(run, case, rounds))
+    named = gpu_run.be_apart(link)
+    run = gpu_run.start_on(device, out, commit, seconds)
+    given = cases or (SMALL if device == "cpu" else CASES)
+    gpu_run.measure_each(run, given.split(","), lambda case: measure(run, case, named, rounds))
 
 
 if __name__ == "__main__":

@@ -173,6 +173,8 @@ def rank(gate: Path, script: str, arguments: list[str]) -> None:
     from flux_megatron.lab.measure import gpu_run, without_collectives
 
     gpu_run.share_gpus()
+    if links := os.environ.get(gpu_run.APART):
+        gpu_run.be_apart(links)
     without_collectives.add()
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
     bootstrap.enter(script, arguments)
