@@ -21,7 +21,7 @@ from flux_megatron.kernels.portable.signalled_gemm import bands, ends_of
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.overlap import calls, collectives, registry, sequential, signalled
 from flux_megatron.overlap import stage as stages
-from flux_megatron.patterns import ROW, Pattern
+from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import MAX_GROUPS, Plan, Problem, Tile
 from flux_megatron.symm import places
 from flux_megatron.symm.workspace import workspace
@@ -164,6 +164,15 @@ def test_default_plans_have_bands_of_whole_tiles():
         asked = Problem(pattern, 8192, 12288, 12288, "bfloat16", 2, device=DEVICE)
         sizes = signalled.default_plan(asked).group_rows
         assert sizes[0] < sizes[4] > sizes[-1], "small at both edges"
+
+
+def test_gathers_of_two_ranks_run_beside_our_gemms():
+    """Those of more would be a small one for each rank and band."""
+    for ranks, ours in ((2, True), (4, False)):
+        problem = Problem(COLUMN, 8192, 512, 512, "float32", ranks, device=DEVICE)
+        plans = registry.candidates(problem, "signalled")
+        assert [plan.comm_sms > 0 for plan in plans].count(False) == 1
+        assert (plans[0].comm_sms > 0) == (signalled.default_plan(problem).comm_sms > 0) == ours
 
 
 def layers(rank: int) -> None:
