@@ -164,7 +164,14 @@ def test_layers_around_one_of_fp8_have_its_layout():
     assert {one.layout for one in ahead._around(problem)} == {"nt", "nn"}
     around = ahead._around(scaled)
     assert {one.layout for one in around} == {"nt"}
-    assert {one.pattern for one in around} == {Pattern.AG_GEMM, Pattern.GEMM_RS}
+    patterns = {Pattern.AG_GEMM, Pattern.GEMM_RS}
+    assert {one.pattern for one in around} == patterns
+    gradients = [one for one in around if one.split_accumulator]
+    assert {one.pattern for one in gradients} == patterns
+    assert {one.dtype for one in gradients} == {"float8_e5m2"}
+    assert {one.dtype for one in {*around} - {*gradients}} == {"float8_e4m3fn"}
+    for other in ({"blockwise": True, "split_accumulator": True}, {"split_accumulator": True}):
+        assert len({one.dtype for one in ahead._around(replace(scaled, **other))}) == 1
 
 
 ON = {

@@ -2,7 +2,7 @@
 
 The kinds of a model's layers are known by their first: a kernel depends on the pattern, the layout
 and the dtype, hardly on N and K, so a column layer has those of a row layer compiled too, both in
-forward and backward, and with a wide result.
+forward and backward, FP8 with the dtype of gradients, and with a wide result.
 """
 
 from __future__ import annotations
@@ -80,6 +80,9 @@ def _around(problem: Problem) -> list[Problem]:
         found.append(replace(one, N=max(one.N, WIDE)))
         if one.spec.reduces:
             found += [replace(one, N=hidden, K=K) for K in (hidden, max(one.K, WIDE))]
+    if problem.scaled and not problem.blockwise and not problem.split_accumulator:
+        # gradients, as TransformerEngine has them
+        found += [replace(one, dtype="float8_e5m2", split_accumulator=True) for one in found]
     return [one for one in dict.fromkeys(found) if one != problem]
 
 
