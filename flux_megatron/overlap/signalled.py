@@ -13,8 +13,7 @@ rows for wgrad alone `sequential` gathers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -24,14 +23,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron.kernels import launch
-from flux_megatron.kernels.hopper import config as hopper_config
 from flux_megatron.kernels.hopper import gemm as hopper_gemm
 from flux_megatron.kernels.portable.signalled_gemm import Band, bands, ends_of, signalled_gemm
-from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.overlap import collectives, fused, gathered_bands
+from flux_megatron.overlap import collectives, gathered_bands, signalled_plans
+from flux_megatron.overlap.signalled_plans import SMS_OF_ONE
 from flux_megatron.overlap.stage import communicator, stage_of
 from flux_megatron.patterns import COLUMN, ROW, Pattern
-from flux_megatron.problem import Plan, Problem, Tile
+from flux_megatron.problem import Tile
 from flux_megatron.symm.device import capturing
 from flux_megatron.symm.program import Builder, CallProgram
 from flux_megatron.symm.steps import Slot
@@ -43,76 +41,9 @@ NEEDS_SYMMETRIC_MEMORY = False
 
 _SUM = dist.ReduceScatterOptions()
 
-# Rows of bands, as shares of all. A reduction's first and last band are exposed. A gather's GEMMs
-# begin with the local shard, so its last one alone is.
-GROUPS, EIGHT, SIXTEEN, SHRINKING = (1,) * 4, (1,) * 8, (1,) * 16, (12, 8, 6, 4, 2)
-EDGES = 1, 2, 4, 4, 4, 4, 4, 4, 2, 2, 1
-# Communicators take turns at bands, each with so many SMs. What a collective takes to begin and to
-# end, 65 us, hides behind those beside it, and two of them get more of a socket than one. Two H200
-# that NCCL joins by host memory: beside 4 SMs of collectives a GEMM takes a fifth longer, beside 2
-# less, but one collective then takes a third longer (h200x2/machines.jsonl).
-SMS_OF_ONE = 2
-TWO, THREE = 2 * SMS_OF_ONE, 3 * SMS_OF_ONE
-
 supports = launch.supports
-
-
-def default_plan(problem: Problem) -> Plan:
-    """The first of `candidates`."""
-    return candidates(problem)[0]
-
-
-def why_not(problem: Problem, plan: Plan) -> str | None:
-    """Why no call of the problem has this plan, or None. A library's GEMM has its own tiles."""
-    if problem.spec.gathers and not plan.comm_sms:
-        return None
-    return fused.why_not(problem, plan)
-
-
-def candidates(problem: Problem) -> list[Plan]:
-    """Plans worth measuring where no model predicts better ones, the rule's first. A gather without
-    SMs runs beside a library's GEMMs, which hold all, but multiply the rows of several ranks at
-    once, which ours do not.
-    """
-    if problem.spec.gathers:
-        wanted = [(EIGHT, TWO), (GROUPS, SMS_OF_ONE), (EIGHT, THREE)]
-        wanted.insert(0 if problem.world_size > 2 else len(wanted), (GROUPS, 0))
-    else:
-        wanted = [(shares, THREE) for shares in (EDGES, SIXTEEN, GROUPS)]
-    return [_plan(problem, *one) for one in wanted]
-
-
-def _plan(problem: Problem, shares: Sequence[int], comm_sms: int) -> Plan:
-    tile = fused.default_plan(problem).tile
-    if tile == hopper_config.TILE:
-        tile = replace(tile, group_m=16)  # as `hopper` has it
-    group_rows = _group_rows(rows_of(problem), tile.block_m, shares)
-    return Plan("signalled", tile=tile, group_rows=group_rows, comm_sms=comm_sms)
-
-
-def rows_of(problem: Problem) -> int:
-    """That `group_rows` divides."""
-    return problem.M_shard if problem.spec.scatters or problem.spec.gathers else problem.M
-
-
-def for_rows(plan: Plan, problem: Problem, rows: int) -> Plan:
-    """The plan of `rows` as one of the problem's, with bands of the same shares."""
-    shares = (*plan.group_rows, rows - sum(plan.group_rows))
-    group_rows = _group_rows(rows_of(problem), plan.tile.block_m, shares)
-    return replace(plan, group_rows=group_rows)
-
-
-def _group_rows(rows: int, block_m: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """Of all bands but the last: whole tiles, as long as there are some."""
-    tiles, total, found = cdiv(rows, block_m), sum(shares), []
-    left = tiles
-    for share in shares[:-1]:
-        taken = cdiv(tiles * share, total)
-        if taken >= left:
-            break
-        found.append(taken * block_m)
-        left -= taken
-    return tuple(found)
+default_plan, candidates = signalled_plans.default_plan, signalled_plans.candidates
+why_not = signalled_plans.why_not
 
 
 def _ag_gemm(p: CallProgram) -> Slot:

@@ -20,7 +20,7 @@ import typer
 
 from flux_megatron.lab.measure import gpu_run
 from flux_megatron.lab.measure.gpu_run import Calls, Run
-from flux_megatron.overlap import signalled
+from flux_megatron.overlap import signalled_plans
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.tuning.timing import race
@@ -46,7 +46,7 @@ def measure(run: Run, case: str, link: str, rounds: int) -> bool:
     trial = Trial(problem, run.group, run.device)
     trial.renew()
     trial.learn()
-    plans = {_name_of(problem, plan): plan for plan in signalled.candidates(problem)}
+    plans = {_name_of(problem, plan): plan for plan in signalled_plans.candidates(problem)}
     failures = {name: run.failure(trial.verified(plan)) for name, plan in plans.items()}
     for name in filter(failures.get, failures):
         run.say(f"{case}, {name} WRONG: {failures[name]}")
@@ -92,7 +92,7 @@ def plain_calls(run: Run, trial: Trial) -> Calls:
 def _name_of(problem: Problem, plan: Plan) -> str:
     """Tiles of each band, and SMs of the collectives."""
     rows = plan.group_rows
-    last = signalled.rows_of(problem) - sum(rows)
+    last = signalled_plans.rows_of(problem) - sum(rows)
     tiles = [size // plan.tile.block_m for size in (*rows, last)]
     return f"{' '.join(map(str, tiles))}, {plan.comm_sms} SMs"
 
