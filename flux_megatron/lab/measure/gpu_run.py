@@ -52,12 +52,17 @@ def be_apart(links: str) -> str:
     """In a rank of torchrun, before its CUDA begins: "memory" or "sockets", by which NCCL joins
     machines of one rank, or with ":2" behind it of two. Nothing but NCCL joins them. The link.
     """
-    link, _, ranks = links.partition(":")
-    if link not in LINKS:
-        raise typer.BadParameter(f"link {link!r} given, {' or '.join(LINKS)} expected")
+    named, ranks = link_of(links), links.partition(":")[2]
     machine = f"machine {int(os.environ['RANK']) // int(ranks or 1)}"
     places.machine = lambda: machine
-    os.environ |= {"NCCL_HOSTID": machine} if link == "sockets" else {"NCCL_P2P_DISABLE": "1"}
+    os.environ |= {"NCCL_HOSTID": machine} if named == "sockets" else {"NCCL_P2P_DISABLE": "1"}
+    return named
+
+
+def link_of(links: str) -> str:
+    """As rows have it."""
+    if (link := links.partition(":")[0]) not in LINKS:
+        raise typer.BadParameter(f"link {link!r} given, {' or '.join(LINKS)} expected")
     return LINKS[link]
 
 

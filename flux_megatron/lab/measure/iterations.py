@@ -142,7 +142,7 @@ def main(
     machine, end = machine_of(checkout, commit), time.monotonic() + seconds
     if apart:
         os.environ[gpu_run.APART] = apart
-        machine["link"] = gpu_run.LINKS[apart.partition(":")[0]]
+        machine["link"] = gpu_run.link_of(apart)
     length = Length(block, pairs, timed)
     wanted = [
         job for rows in map(int, M.split(",")) for experiment in EXPERIMENTS if models in experiment
