@@ -175,6 +175,39 @@ def test_gathers_of_two_ranks_run_beside_our_gemms():
         assert (plans[0].comm_sms > 0) == (signalled.default_plan(problem).comm_sms > 0) == ours
 
 
+class Turn:
+    """A communicator that says whose turn it was."""
+
+    def __init__(self, group: dist.ProcessGroup, turn: int, seen: list[int]) -> None:
+        self.group, self.turn, self.seen = group, turn, seen
+
+    def __getattr__(self, name: str):
+        if name.startswith("_") or name == "allreduce":
+            self.seen.append(self.turn)
+        return getattr(self.group, name)
+
+
+@pytest.mark.parametrize(
+    ("comm_sms", "turns"), [(6, [0, 1, 2, 0]), (4, [0, 1, 0, 1]), (0, [0] * 4)]
+)
+@on_cpu_ranks(2)
+def test_communicators_take_turns_at_bands(rank, comm_sms, turns):
+    """Of two SMs each, as many as the plan's SMs hold."""
+    plan = Plan("signalled", tile=SMALL, group_rows=(16, 16, 16), comm_sms=comm_sms)
+    seen: list[int] = []
+
+    def communicator(space, sms, turn=0):
+        assert sms == min(comm_sms, 2)
+        return Turn(space.group, turn, seen)
+
+    with mock.patch.object(signalled, "communicator", communicator):
+        for number, pattern in enumerate(Pattern):
+            seen.clear()
+            sizes = (64, 16, 16) if pattern != "gemm_ar" else (32, 16, 16)
+            check_all([Case(pattern, *sizes, plan=plan, seed=number)])
+            assert seen == turns, pattern
+
+
 def layers(rank: int) -> None:
     """Forward and backward: a column layer's dgrad scatters, so does a row layer's forward; the
     others gather.

@@ -3,8 +3,8 @@ it.
 
 It needs neither peer access nor one node: whatever the group's collectives run over will do. A
 communication stream waits for the count of each band, which holds no SM, then starts the
-collective. docs/how_it_works.md says more. AG+GEMM is the dual, in `gathered_bands.py`;
-rows for wgrad alone `sequential` gathers.
+collective; communicators take turns. docs/how_it_works.md says more. AG+GEMM is the dual, in
+`gathered_bands.py`; rows for wgrad alone `sequential` gathers.
 
     GEMM+RS, GEMM+AR
     caller's stream   one kernel: tiles of band 1 count [D] | of band 2 | ...     | join

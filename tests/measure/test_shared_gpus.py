@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 import torch
 import typer
 
-from flux_megatron.lab.measure import gpu_run
+from flux_megatron.lab.measure import gpu_run, rl_rank
 from flux_megatron.symm import places
 
 ALLOWED = {gpu_run.OVERLAPPING: "1"}
@@ -64,3 +65,18 @@ def test_workers_of_ray_share_gpus(monkeypatch):
         assert os.environ["NCCL_HOSTID"] == f"machine of process {os.getpid()}"
     manager.set_current_process_visible_accelerator_ids(["1"])
     assert (ray.get_gpu_ids(), shown) == ([0], [[0]])
+
+
+def test_what_begins_cuda_waits_for_the_framework_s_own_import(monkeypatch):
+    """Once, and before the module runs."""
+    done: list[bool] = []
+    name = "wave"  # of the standard library, imported by nobody here
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    before = rl_rank.Before(name, lambda: done.append(name in sys.modules))
+    monkeypatch.setattr(sys, "meta_path", [before, *sys.meta_path])
+    importlib.import_module("colorsys")
+    assert done == []
+    for _ in range(2):
+        importlib.import_module(name)
+        monkeypatch.delitem(sys.modules, name)
+    assert done == [False]
