@@ -21,7 +21,7 @@ from megatron.core.transformer.moe import experts as stock
 from torch import Tensor
 
 from flux_megatron.expert_parallel import activation, once, ops, separate
-from flux_megatron.integration import expert_parameters
+from flux_megatron.integration import arm, expert_parameters
 
 LINEARS = ("linear_fc1", "linear_fc2")
 
@@ -37,6 +37,8 @@ class _Forward:
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor,
         permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:  # fmt: skip
+        if arm.stock_now():  # what the dispatcher gives is Megatron's too
+            return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)  # type: ignore[misc]
         x, counts = permuted_local_hidden_states.contiguous(), tokens_per_expert
         if counts.dtype == torch.bool:  # the routing map: a token travels once
             return self._once(x, counts, permuted_probs), None

@@ -11,7 +11,9 @@ router gives them, and a token travels once to a rank.
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from flux_megatron import settings
 from flux_megatron.expert_parallel import once
+from flux_megatron.integration import arm
 from flux_megatron.integration.expert_layers import OURS
 from flux_megatron.integration.replaced import put_everywhere
 
@@ -39,6 +42,19 @@ def use() -> None:
         put_everywhere(name, experts)
 
 
+def or_stock(ours: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of our dispatcher; Megatron's own in the stock arm of `--flux-compare`."""
+
+    @functools.wraps(ours)
+    def method(self: FluxTokenDispatcher, *given: Any, **named: Any) -> Any:
+        if not arm.stock_now():
+            return ours(self, *given, **named)
+        stock = getattr(super(FluxTokenDispatcher, self), ours.__name__)
+        return stock(*given, **named)
+
+    return method
+
+
 class FluxTokenDispatcher(MoEAlltoAllTokenDispatcher):
     """Rows stay until the experts' first GEMM; `tokens_per_expert` is int32 [ranks, experts of
     each], the counts of this rank's rows. Where a token travels once, rows are all tokens,
@@ -54,10 +70,16 @@ class FluxTokenDispatcher(MoEAlltoAllTokenDispatcher):
         if reason := why_not(self.config, self.tp_size):
             raise ValueError(f"--flux-experts cannot run this model: {reason}")
 
-    def set_shared_experts(self, shared_experts: Any) -> None:
-        """They run on a stream of their own, beside all that the others do."""
-        self.beside = shared_experts
+    @property
+    def shared_experts(self) -> Any:
+        """None for ours: they run on a stream of their own, beside all that the others do."""
+        return self.beside if arm.stock_now() else None
 
+    @shared_experts.setter
+    def shared_experts(self, given: Any) -> None:
+        self.beside = given
+
+    @or_stock
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -85,6 +107,7 @@ class FluxTokenDispatcher(MoEAlltoAllTokenDispatcher):
             warnings.warn(f"flux_megatron: {said}: {reason}", stacklevel=2)
         return reason is None
 
+    @or_stock
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         if self.once:
             y = hidden_states.view(self.hidden_shape)
@@ -92,26 +115,32 @@ class FluxTokenDispatcher(MoEAlltoAllTokenDispatcher):
             y = super().combine_postprocess(hidden_states)
         return y if self.beside is None else y + self.beside.get_output()
 
+    @or_stock
     def preprocess(self, routing_map: Tensor) -> Tensor:
         self.num_out_tokens = len(routing_map) * self.config.moe_router_topk
         counts = routing_map.sum(0, dtype=torch.int32)
         return counts.view(self.ep_size, self.num_local_experts)
 
+    @or_stock
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         return hidden_states, probs
 
+    @or_stock
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         counts, self.tokens_per_expert = self.tokens_per_expert, None
         return hidden_states, counts, probs
 
+    @or_stock
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
 
+    @or_stock
     def token_combine(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
 
+    @or_stock
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Any = None) -> Any:
         """Nothing is fetched, and nobody waits."""
         return tokens_per_expert

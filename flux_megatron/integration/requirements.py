@@ -208,6 +208,9 @@ def _of_experts(args: Any) -> Iterator[Refusal]:
         expected = " or ".join(experts.DISPATCHERS)
         why = f"--moe-token-dispatcher-type {dispatcher} given, {expected} expected"
         yield Refusal("--flux-experts", why)
+    elif dispatcher != "alltoall" and getattr(args, "flux_compare", None):
+        why = "stock experts would have Megatron's all-to-all: --moe-token-dispatcher-type alltoall"
+        yield Refusal("--flux-compare", why)
     tp = getattr(args, "tensor_model_parallel_size", None)  # Megatron's default for experts too
     divided = getattr(args, "expert_tensor_parallel_size", None) or tp or 1
     if getattr(args, "num_experts", None) and (why_not := experts.why_not(args, divided)):

@@ -22,7 +22,7 @@ from megatron.core.transformer.moe import moe_layer, moe_utils
 from ranks import on_cpu_ranks
 
 import flux_megatron
-from flux_megatron.integration import expert_layers, experts, install, requirements
+from flux_megatron.integration import arm, expert_layers, experts, install, requirements
 from flux_megatron.integration.flags import options_from
 from flux_megatron.lab.train.specs import gpt_block_spec
 
@@ -124,6 +124,22 @@ def test_losses_are_those_of_the_stock_dispatcher(rank, case, sequence, strategy
     # two layers, both ways
     counted = {(operation, strategy): 4 * STEPS for operation in ("a2a_gemm", "gemm_a2a")}
     assert flux_megatron.report().calls == counted
+
+
+@pytest.mark.parametrize("case", CASES | {"shared experts beside": MORE["shared experts beside"]})
+@on_cpu_ranks(2)
+def test_the_stock_arm_of_a_comparison_has_stock_experts(rank, case):
+    """Of a model that has ours: all of Megatron's, in every bit, and no call of ours."""
+    sbs.start(1, expert_model_parallel_size=2)
+    more = {**CASES, **MORE}[case]
+    with sbs.splits_as_lists():
+        stock_losses, stock_gradients = trained(rank, 6, more)
+        with ours(), arm.use(stock=True):
+            losses, gradients = trained(rank, 6, more)
+    assert not flux_megatron.report().calls
+    assert losses == stock_losses
+    torch.testing.assert_close(gradients, stock_gradients, rtol=0, atol=0)
+    parallel_state.destroy_model_parallel()
 
 
 # with fewer experts for some tokens, and none for others

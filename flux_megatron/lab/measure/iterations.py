@@ -10,7 +10,8 @@
 The models of `configs/experiments/node` at several M, `--micro-batches` of them a step, by default
 one: the optimizer's share is largest then. `--layers` makes them fit less memory. `--layout` says
 what tensor parallelism is beside: nothing, two replicas whose gradients and parameters travel
-meanwhile, or two stages of an interleaved pipeline. `--apart memory` or `sockets` makes each rank
+meanwhile (ep: nothing meanwhile), or two stages of an interleaved pipeline. Experts are spread over
+all of them. `--apart memory` or `sockets` makes each rank
 a machine, `sockets:2` each two (`gpu_run.be_apart`). For each model and M two processes a rank run
 (`--arms`), one after the other on the same GPUs:
 - compare, `--flux-compare`: stock iterations, ours, and stock ones without tensor-parallel
@@ -20,6 +21,7 @@ a machine, `sockets:2` each two (`gpu_run.be_apart`). For each model and M two p
 - te, `--tp-comm-overlap`: TransformerEngine's layers and userbuffers, `--timed` iterations after
   `WARM_UP`.
 - flux: ours alone, as many.
+- experts: Megatron's experts, whose all-to-all hides behind another micro-batch, as many.
 - graphs: layers are captured in CUDA graphs, where the host takes no time. One process cannot
   switch between arms then: stock Megatron's (of TransformerEngine's layers) and ours take turns,
   twice.
@@ -51,6 +53,7 @@ from flux_megatron.lab.measure import gpu_run
 from flux_megatron.lab.measure.megatron_jobs import (
     ARMS,
     BLOCK,
+    CONNECTIONS,
     EXPERIMENTS,
     PAIRS,
     TIMED,
@@ -120,7 +123,7 @@ def machine_of(checkout: Path, commit: str) -> dict:
     except ImportError:
         te = None
     known = asdict(environment.of(torch.device("cuda", 0)))
-    known["max_connections"] = "1"
+    known["max_connections"] = os.environ.get(CONNECTIONS, "1")
     return {
         **known, "nccl": ".".join(map(str, torch.cuda.nccl.version())), "transformer_engine": te,
         "megatron_lm": checkout.name, "nvls": os.environ.get("NCCL_NVLS_ENABLE", "default"),

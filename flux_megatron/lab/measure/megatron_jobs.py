@@ -19,11 +19,12 @@ from flux_megatron.lab.results import logs
 from flux_megatron.lab.results.iterations import ResultsError
 from flux_megatron.launch import megatron_arguments
 from flux_megatron.launch.experiment import load
-from flux_megatron.launch.workload import Workload
+from flux_megatron.launch.workload import Arm, Workload
 
 EXPERIMENTS = (
     "node/gpt3-175b-4-layers_h200", "node/llama2-70b-8-layers_h200",
-    "node/qwen3-14b-6-layers_h200",
+    "node/qwen3-14b-6-layers_h200", "node/qwen3-30b-a3b-4-layers_h200",
+    "node/gpt-oss-20b-4-layers_h200", "node/mixtral-8x7b-2-layers_h200",
 )  # fmt: skip
 BLOCK, PAIRS = 5, 9  # 36 timed iterations of each arm; with 5 pairs one odd pair hid 5 %
 WARM_UP, TIMED = 10, 30  # of an arm that has a process of its own
@@ -36,9 +37,13 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
         "parallel.dp": 2, "training.distributed_optimizer": True,
         "training.overlap_grad_reduce": True, "training.overlap_param_gather": True,
     },
+    "ep": {"parallel.dp": 2},
     "pp": {"parallel.pp": 2, "parallel.virtual_stages": 2},
 }  # fmt: skip
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # Megatron asks for 1 where TP is more than 1
 UNFUSED = ["--no-masked-softmax-fusion"]  # no arm has it; Megatron would compile it
+BETWEEN_MICRO_BATCHES = ["--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"]
+EP = "--expert-model-parallel-size"
 GRAPHS = ["--cuda-graph-impl", "local", "--te-rng-tracker"]
 
 
@@ -77,13 +82,15 @@ def jobs(
     """The processes of the arms, in their order. Sequences are the model's, or M where that is
     shorter. `layers`: so many in place of the model's, for GPUs of less memory.
     """
-    sequence = load(experiment).arms["flux"].model.seq_length
+    shipped = load(experiment)
+    sequence = shipped.arms["flux"].model.seq_length
     micro_batch, left = divmod(M, sequence) if sequence <= M else (1, 0)
     assert not left, f"M {M} is no multiple of {sequence}"
     beside = LAYOUTS[layout]
     replicas = beside.get("parallel.dp", 1)
     overrides = {
-        "parallel.tp": tp, "cluster.gpus_per_node": tp * replicas * beside.get("parallel.pp", 1),
+        "parallel.tp": tp, "parallel.dp": replicas,
+        "cluster.gpus_per_node": tp * replicas * beside.get("parallel.pp", 1),
         "training.micro_batch": micro_batch,
         "training.global_batch": micro_batch * micro_batches * replicas,
         "training.steps": WARM_UP + length.timed, "training.warmup_steps": WARM_UP,
@@ -95,22 +102,29 @@ def jobs(
         name = re.sub(r"\d+-layers", f"{layers}-layers", model.name)
         model = replace(model, name=name, layers=layers)
         found = {arm: replace(workload, model=model) for arm, workload in found.items()}
-    flux = found["flux"]
-    steps = len(TURN) * length.block * (length.pairs + 1)  # those of the first turn too
-    compared = replace(flux, training=replace(flux.training, steps=steps))
-    words = [*more, *UNFUSED]
-    in_turn, in_graphs = [*words, "--flux-compare", str(length.block)], [*words, *GRAPHS]
-    known = {
-        "compare": [Job("compare", compared, in_turn, length)],
-        "te": [Job("tp_comm_overlap", found["te"], words, length)],
-        "flux": [Job("flux", flux, words, length)],
-        "graphs": 2 * [
-            Job("stock_graphs", found["megatron"], in_graphs, length),
-            Job("flux_graphs", flux, in_graphs, length),
-        ],
-    }  # fmt: skip
-    for arm in arms:
-        yield from known[arm]
+
+    def job(name: str, arm: Arm, *own: str, steps: int = 0) -> Job:
+        workload, words = found[arm], [*shipped.extra_arguments[arm]]
+        if any(word.startswith(EP) for word in words):  # over all GPUs
+            words.append(f"{EP}={tp * replicas}")
+        if steps:
+            workload = replace(workload, training=replace(workload.training, steps=steps))
+        return Job(name, workload, [*words, *more, *UNFUSED, *own], length)
+
+    for one in arms:
+        if one == "compare":
+            steps = len(TURN) * length.block * (length.pairs + 1)  # those of the first turn too
+            yield job("compare", "flux", "--flux-compare", str(length.block), steps=steps)
+        elif one == "te":
+            yield job("tp_comm_overlap", "te")
+        elif one == "flux":
+            yield job("flux", "flux")
+        elif one == "experts":
+            yield job("overlap_moe_expert_parallel_comm", "megatron", *BETWEEN_MICRO_BATCHES)
+        else:
+            for _ in range(2):
+                yield job("stock_graphs", "megatron", *GRAPHS)
+                yield job("flux_graphs", "flux", *GRAPHS)
 
 
 class Process:
@@ -124,7 +138,7 @@ class Process:
         # ranks that share a file cut each other's lines
         command += ["--redirects", "3", "--log-dir", str(self.logs)]
         command += [script, "rank", str(self.gate), "pretrain_gpt.py", *rendered]
-        environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        environment = {CONNECTIONS: "1", **os.environ}
         folder.mkdir()
         self.process = subprocess.Popen(
             [sys.executable, *command, *job.arguments],

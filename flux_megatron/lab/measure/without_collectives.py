@@ -1,5 +1,5 @@
 """An arm of `--flux-compare` that computes nothing right: megatron-core's layers with the
-collectives of tensor parallelism left out. Its time is what could be gained at most.
+collectives of tensor and expert parallelism left out. Its time is what could be gained at most.
 
 Where another rank's rows or sums would come from, a copy of this rank's own stands: numbers of such
 sizes draw as much power. Each iteration says how long its copies took, which nobody who trains
@@ -32,7 +32,7 @@ class _Done:
 
 @contextlib.contextmanager
 def left_out() -> Iterator[None]:
-    """Iterations whose tensor-parallel groups do not communicate."""
+    """Iterations whose tensor- and expert-parallel groups do not communicate."""
     global _left_out
     if _copied:  # by the last one, which has ended
         took = sum(begin.elapsed_time(end) for begin, end in _copied)
@@ -54,12 +54,19 @@ def _reduced(out: Tensor, rows: Tensor) -> None:
     out.copy_(rows.view(-1, *out.shape)[0])
 
 
+def _exchanged(out: Tensor, rows: Tensor) -> None:
+    """As many rows as would come."""
+    for part in out.split(max(len(rows), 1)):
+        part.copy_(rows[: len(part)])
+
+
 def _nothing(tensor: Tensor) -> None:
     pass
 
 
 _COPIES: dict[str, Callable[..., None]] = {
     "all_gather_into_tensor": _gathered, "reduce_scatter_tensor": _reduced, "all_reduce": _nothing,
+    "all_to_all_single": _exchanged,
 }  # fmt: skip
 
 
@@ -75,7 +82,7 @@ def add() -> None:
 def _or_copies(original: Callable[..., Any], copies: Callable[..., None]) -> Callable[..., Any]:
     @functools.wraps(original)
     def collective(*given: Any, **named: Any) -> Any:
-        if not (_left_out and _is_tensor_parallel(named.get("group"))):
+        if not (_left_out and _is_left_out(named.get("group"))):
             return original(*given, **named)
         tensors = [one for one in (*given, *named.values()) if isinstance(one, Tensor)]
         with _timed(tensors[0]):
@@ -97,7 +104,12 @@ def _timed(out: Tensor) -> Iterator[None]:
     _copied.append((begin, end))
 
 
-def _is_tensor_parallel(group: Any) -> bool:
+def _is_left_out(group: Any) -> bool:
+    """Counts of experts' rows go over other groups, and stay."""
     from megatron.core import parallel_state
 
-    return group is not None and group is parallel_state.get_tensor_model_parallel_group()
+    left_out = (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_expert_model_parallel_group(check_initialized=False),
+    )
+    return group is not None and any(group is one for one in left_out)
