@@ -138,7 +138,7 @@ def main(
     micro_batches: int = 1, models: str = "", block: int = BLOCK, pairs: int = PAIRS,
     timed: int = TIMED, limit_s: float = 150, layers: int = 0, apart: str = "",
 ) -> None:  # fmt: skip
-    """Measure the models with `models` in their names at every M, as long as `seconds` allow to
+    """Measure those with one of `models` in their names at every M, as long as `seconds` allow to
     begin another process; one that takes longer than `limit_s` is stopped. Exits 1 if one failed
     or there was none.
     """
@@ -148,7 +148,8 @@ def main(
         machine["link"] = gpu_run.link_of(apart)
     length = Length(block, pairs, timed)
     wanted = [
-        job for rows in map(int, M.split(",")) for experiment in EXPERIMENTS if models in experiment
+        job for rows in map(int, M.split(",")) for experiment in EXPERIMENTS
+        if any(model in experiment for model in models.split(","))
         for job in jobs(experiment, rows, tp, more.split(), micro_batches, arms.split(","),
                         layout, length, layers)
     ]  # fmt: skip
