@@ -83,6 +83,40 @@ def test_gated_activation_times_weights(function, N, dtype):
     check(weighted, [x, weights], dy, 5)
 
 
+def quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+BIASED = {  # as gpt-oss has it: two counts of ranks, an expert without rows, the last with some
+    "some": [[1, 0, 3], [2, 0, 1]],
+    "none": [[0, 0, 0], [0, 0, 0]],
+    "one": [[0, 0, 4], [0, 0, 8]],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("counts", BIASED)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gated_activation_with_a_bias_clamped_and_with_an_offset(
+    weighted, counts, dtype, monkeypatch
+):
+    monkeypatch.setitem(activation.NAMES, quick_gelu, "quick_gelu")
+    received = torch.tensor(BIASED[counts], dtype=torch.int32, device=DEVICE)
+    rows = int(received.sum())
+    x, dy = draw(CAPACITY, 48, dtype=dtype), draw(CAPACITY, 24, dtype=dtype)
+    bias, weights = draw(3, 48, dtype=dtype), draw(CAPACITY, dtype=torch.float32)
+    leaves = [x, bias, weights][: 2 + weighted]
+
+    def of(x: Tensor, bias: Tensor, weights: Tensor | None = None) -> Tensor:
+        counted = received.to(x.device)
+        return activation.gated(x, counted, quick_gelu, weights, bias, clamp=2.0, offset=1.0)
+
+    check(of, leaves, dy, rows)
+    _, dx, dbias, *_ = gradients(of, leaves, dy)
+    assert (dx[:rows] == 0).any() == bool(rows), "some values are clamped"
+    assert dbias.any(1).tolist() == received.sum(0).bool().tolist()
+
+
 def test_nothing_is_written_behind_the_rows_that_came(monkeypatch):
     poison = lambda original: lambda *a, **k: original(*a, **k).fill_(7.0)  # noqa: E731
     monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
@@ -108,6 +142,44 @@ def test_rows_times_probabilities(shape, dtype, scale_dtype):
     x, dy = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype) + 1
     scale = draw(shape[0], dtype=scale_dtype) if shape[0] else draw(1, dtype=scale_dtype)[:0]
     check(activation.scaled, [x, scale], dy, shape[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(12, 24), (5, 5000)], ids=str)
+def test_rows_and_their_bias_times_probabilities(shape, dtype):
+    counts = torch.tensor([2, 0, shape[0] - 2, 0], dtype=torch.int32, device=DEVICE)
+    x, dy = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype) + 1
+    scale, bias = draw(shape[0], dtype=torch.float32), draw(4, shape[1], dtype=dtype)
+
+    def of(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        return activation.scaled(x, scale, bias, counts.to(x.device))
+
+    check(of, [x, scale, bias], dy, shape[0])
+
+
+def test_biases_of_other_activations_are_torch_s():
+    """With weights, as a token that travels once has them."""
+    received = torch.tensor([[1, 2], [0, 1]], dtype=torch.int32, device=DEVICE)
+    x, dy, bias = (
+        draw(4, 16, dtype=torch.float32),
+        draw(4, 16, dtype=torch.float32),
+        draw(2, 16, dtype=torch.float32),
+    )
+    weights = draw(4, dtype=torch.float32)
+
+    def ours(x: Tensor, bias: Tensor, weights: Tensor) -> Tensor:
+        return activation.biased(x, bias, received, weights)
+
+    def expected(x: Tensor, bias: Tensor, weights: Tensor) -> Tensor:
+        return x + bias[[0, 1, 1, 1]] * weights[:, None]
+
+    torch.testing.assert_close(
+        gradients(ours, [x, bias, weights], dy), gradients(expected, [x, bias, weights], dy)
+    )
+    x = draw(5, 16, dtype=torch.float32)  # one more than came
+    y = activation.gated(x, received, torch.relu, bias=bias)
+    gate, linear = (x[:4] + bias[[0, 1, 1, 1]]).chunk(2, -1)
+    assert torch.equal(y[:4], torch.relu(gate) * linear)
 
 
 def test_other_activations_are_torch_s(monkeypatch):

@@ -21,8 +21,8 @@ def weight_gradient(a: Tensor, b: Tensor, received: Tensor) -> Tensor:
     """
     if _by_kernel(a):
         if _library_groups(a, b):
-            return functional.grouped_mm(a.t(), b, offs=_ends(received))
-        return expert_wgrad(a, b, _ends(received))
+            return functional.grouped_mm(a.t(), b, offs=ends(received))
+        return expert_wgrad(a, b, ends(received))
     return torch.stack([left.t() @ right for left, right in _rows(a, b, received)])
 
 
@@ -40,14 +40,15 @@ def add_weight_gradient(into: ExpertWeights, a: Tensor, b: Tensor, received: Ten
         dw = weight_gradient(a, b, received)
         torch._foreach_add_([into.of(expert) for expert in range(len(dw))], list(dw))
     else:
-        expert_wgrad(a, b, _ends(received), into)
+        expert_wgrad(a, b, ends(received), into)
 
 
 def _by_kernel(a: Tensor) -> bool:
     return a.device.type != "cpu" and launch.supports_tensors(a.dtype, a.device.type) is None
 
 
-def _ends(received: Tensor) -> Tensor:
+def ends(received: Tensor) -> Tensor:
+    """Where the rows of each expert end, which `received` int32 [R, E] counts: int32 [E]."""
     return received.sum(0).cumsum(0).to(torch.int32)
 
 

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import activations, tensor_parallel
+from megatron.core.fusions import fused_bias_geglu
 from megatron.core.transformer.moe import experts as stock
 from torch import Tensor
 
@@ -24,6 +25,9 @@ from flux_megatron.expert_parallel import activation, once, ops, separate
 from flux_megatron.integration import arm, expert_parameters
 
 LINEARS = ("linear_fc1", "linear_fc2")
+for module in (activations, fused_bias_geglu):  # the second has it from 0.15 on
+    if quick_gelu := getattr(module, "quick_gelu", None):
+        activation.NAMES[quick_gelu] = "quick_gelu"
 
 
 class _Forward:
@@ -43,7 +47,11 @@ class _Forward:
         if counts.dtype == torch.bool:  # the routing map: a token travels once
             return self._once(x, counts, permuted_probs), None
         y = self._multiplied(x, counts, self._capacity(x))
-        return activation.scaled(y, permuted_probs), None
+        return activation.scaled(y, permuted_probs, self._bias_of_all(), counts.flatten()), None
+
+    def _bias_of_all(self) -> Tensor | None:
+        """That of the second linear [experts of all ranks, N], whose rows are here by now."""
+        return None
 
     def _multiplied(self, x: Tensor, counts: Tensor, capacity: int) -> Tensor:
         raise NotImplementedError
@@ -51,21 +59,32 @@ class _Forward:
     def _once(self, x: Tensor, chosen: Tensor, probs: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def _activated(self, hidden: Tensor, received: Tensor, weights: Tensor | None = None) -> Tensor:
-        if self.config.gated_linear_unit:
-            return activation.gated(hidden, received, self.config.activation_func, weights)
-        y = self.config.activation_func(hidden)
+    def _activated(
+        self, hidden: Tensor, received: Tensor, bias: Tensor | None, weights: Tensor | None = None
+    ) -> Tensor:
+        config = self.config
+        if config.gated_linear_unit:
+            clamp = getattr(config, "activation_func_clamp_value", None)  # of 0.15
+            offset = getattr(config, "glu_linear_offset", 0.0)
+            function = config.activation_func
+            return activation.gated(hidden, received, function, weights, bias, clamp, offset)
+        if bias is not None:
+            hidden = activation.biased(hidden, bias, received)
+        y = config.activation_func(hidden)
         return y if weights is None else activation.scaled(y, weights)
 
-    def _after_activation(self, gemm: Callable[[Tensor], Tensor], *given: Tensor) -> Tensor:
-        """The second GEMM, of what `_activated` makes of `given`: made again for its backward where
+    def _after_activation(
+        self, gemm: Callable[[Tensor], Tensor], hidden: Tensor, received: Tensor,
+        *more: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """The second GEMM, of what `_activated` makes of the rest: made again for backward where
         the activations of experts are recomputed.
         """
         modules = self.config.recompute_modules or ()
         if self.config.recompute_granularity != "selective" or "moe_act" not in modules:
-            return gemm(self._activated(*given))
+            return gemm(self._activated(hidden, received, *more))
         checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=self.config.fp8)
-        y = gemm(checkpoint.checkpoint(self._activated, *given))
+        y = gemm(checkpoint.checkpoint(self._activated, hidden, received, *more))
         checkpoint.discard_output_and_register_recompute(y)
         return y
 
@@ -102,6 +121,23 @@ class _Separate(_Forward):
     def _linears(self) -> list[torch.nn.Module]:
         raise NotImplementedError
 
+    def _biases_of(self, name: str) -> list[Any]:
+        raise NotImplementedError
+
+    def _bias(self, name: str) -> Tensor | None:
+        """Of a linear [E, N]; behind `_there`."""
+        return torch.stack(self._biases_of(name)) if self.config.add_bias_linear else None
+
+    def _bias_of_rows(self, name: str, reverse: bool) -> Tensor | None:
+        """In the order of rows that travel once."""
+        bias = self._bias(name)
+        return bias if bias is None or not reverse else bias.flip(0)
+
+    def _bias_of_all(self) -> Tensor | None:
+        if (own := self._bias("linear_fc2")) is None:
+            return None
+        return tensor_parallel.gather_from_sequence_parallel_region(own, group=self.ep_group)
+
     def _there(self) -> tuple[list[Any], list[Any], separate.Wgrad | None]:
         """The parameters of both linears when they are there, and what takes their gradients."""
         expert_parameters.await_gathered(self._linears())
@@ -122,8 +158,10 @@ class _Separate(_Forward):
         hidden = once.multiply(rows, first, routes, wgrad)
         y = self._after_activation(
             lambda rows: once.multiply(rows, second, routes, wgrad),
-            hidden, routes.received, weights,
+            hidden, routes.received, self._bias_of_rows("linear_fc1", reverse), weights,
         )  # fmt: skip
+        if (bias := self._bias_of_rows("linear_fc2", reverse)) is not None:
+            y = activation.biased(y, bias, routes.received, weights)
         return once.give_back(y, routes, group)
 
     def _multiplied(self, x: Tensor, counts: Tensor, capacity: int) -> Tensor:
@@ -136,7 +174,7 @@ class _Separate(_Forward):
         def combined(rows: Tensor) -> Tensor:
             return separate.gemm_a2a(rows, second, counts, group, tokens=len(x), wgrad=wgrad)
 
-        return self._after_activation(combined, hidden, received)
+        return self._after_activation(combined, hidden, received, self._bias("linear_fc1"))
 
     def _fuses_wgrad(self, parameters: list[Any]) -> bool:
         """Gradients of Megatron's FSDP, and of experts of which some are frozen, go by autograd."""
@@ -151,6 +189,9 @@ class FluxExperts(_Separate, stock.SequentialMLP):
     def _parameters_of(self, name: str) -> list[Any]:
         return [getattr(expert, name).weight for expert in self.local_experts]
 
+    def _biases_of(self, name: str) -> list[Any]:
+        return [getattr(expert, name).bias for expert in self.local_experts]
+
     def _linears(self) -> list[torch.nn.Module]:
         return [getattr(expert, name) for expert in self.local_experts for name in LINEARS]
 
@@ -161,6 +202,10 @@ class FluxGroupedExperts(_Separate, stock.TEGroupedMLP):
     def _parameters_of(self, name: str) -> list[Any]:
         linear = getattr(self, name)
         return [getattr(linear, f"weight{expert}") for expert in range(self.num_local_experts)]
+
+    def _biases_of(self, name: str) -> list[Any]:
+        linear = getattr(self, name)
+        return [getattr(linear, f"bias{expert}") for expert in range(self.num_local_experts)]
 
     def _linears(self) -> list[torch.nn.Module]:
         return [getattr(self, name) for name in LINEARS]
@@ -187,6 +232,6 @@ if hasattr(stock, "GroupedMLP"):
                 group, tokens = self.ep_group, len(x)
                 return ops.gemm_a2a(rows, second, counts, group, tokens=tokens, layout="nn")
 
-            return self._after_activation(combined, hidden, received)
+            return self._after_activation(combined, hidden, received, None)
 
     OURS["GroupedMLP"] = FluxLegacyGroupedExperts

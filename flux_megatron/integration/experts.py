@@ -162,9 +162,6 @@ def why_not(config: Any, tp_size: int) -> str | None:
         "overlap_moe_expert_parallel_comm": "Megatron overlaps the all-to-all itself",
         "delay_wgrad_compute": "weight gradients are computed later",
         "overlap_dispatch_backward_with_experts_wgrad": "weight gradients are computed later",
-        "add_bias_linear": "experts have a bias",
-        "activation_func_clamp_value": "activations are clamped",
-        "glu_linear_offset": "the linear half has an offset",
         "fp8": "experts are fp8", "fp4": "experts are fp4",
     }  # fmt: skip
     if settings.get().experts_once:  # rows are counted by the routing map alone

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core.models import backends
 from megatron.core.transformer.moe import experts as megatron_experts
 from ranks import on_cpu_ranks
-from test_experts import CASES, EXPERTS, build, ours
+from test_experts import CASES, EXPERTS, MORE, build, ours
 from torch import Tensor
 from training_cases import FUSION, OVERLAP, ZERO
 from training_run import Feature, Training
@@ -31,18 +31,18 @@ SEQUENCE = 8
 
 
 class GroupedLinear(torch.nn.Module):
-    """As TransformerEngine's: parameters weight0 to weightE-1 [N, K], and one GEMM an expert; its
-    `forward` takes the rows of each expert as a list.
+    """As TransformerEngine's: parameters weight0 to weightE-1 [N, K], each with its bias behind it
+    where they have one, and one GEMM an expert; its `forward` takes the rows of each expert as a
+    list.
     """
 
     def __init__(
         self, num_gemms: int, input_size: int, output_size: int, *, config: Any, init_method: Any,
-        bias: bool, is_expert: bool, **more: Any,
+        bias: bool, skip_bias_add: bool, is_expert: bool, **more: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         assert is_expert
-        assert not bias
-        self.num_gemms = num_gemms
+        self.num_gemms, self.bias, self.skip_bias_add = num_gemms, bias, skip_bias_add
         for expert in range(num_gemms):
             weight = torch.nn.Parameter(
                 torch.empty(output_size, input_size, dtype=config.params_dtype)
@@ -50,11 +50,20 @@ class GroupedLinear(torch.nn.Module):
             init_method(weight)
             weight.allreduce = config.expert_model_parallel_size == 1
             self.register_parameter(f"weight{expert}", weight)
+            if bias:
+                own = torch.nn.Parameter(torch.zeros(output_size, dtype=config.params_dtype))
+                own.allreduce = weight.allreduce
+                self.register_parameter(f"bias{expert}", own)
 
-    def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
-        pieces = x.split(m_splits)
-        weights = [getattr(self, f"weight{expert}") for expert in range(self.num_gemms)]
-        return torch.cat([one @ w.t() for one, w in zip(pieces, weights, strict=True)]), None
+    def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, list[Tensor] | None]:
+        weights, biases = (
+            [getattr(self, f"{name}{expert}", None) for expert in range(self.num_gemms)]
+            for name in ("weight", "bias")
+        )
+        later = self.bias and self.skip_bias_add
+        added = [None] * self.num_gemms if later else biases
+        made = map(torch.nn.functional.linear, x.split(m_splits), weights, added)
+        return torch.cat([*made]), biases if later else None
 
 
 def built_of_stand_ins(grouped: type) -> Any:
@@ -111,6 +120,7 @@ def trained(kind: str, is_ours: bool, feature: Feature) -> tuple[list[float], di
         ("sequential", "two a token", OVERLAP, FUSION, 4, "sequential"),
         ("grouped", "swiglu, empty experts", {}, {}, 2, "sequential"),
         ("grouped", "two a token", ZERO, FUSION, 2, "sequential"),
+        ("grouped", "as gpt-oss", ZERO, FUSION, 2, "sequential"),
     ],
 )
 @on_cpu_ranks("world_size", environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
@@ -122,7 +132,7 @@ def test_training_copies_nothing(rank, kind, case, ddp, more, strategy):
     ("kind", "case", "ddp", "more"),
     [
         ("sequential", "swiglu, empty experts", ZERO, FUSION), ("grouped", "two a token", {}, {}),
-        ("grouped", "two a token", ZERO, FUSION),
+        ("grouped", "two a token", ZERO, FUSION), ("grouped", "as gpt-oss", ZERO, FUSION),
     ],
 )  # fmt: skip
 @on_cpu_ranks(2, environment={"FLUX_MEGATRON_EXPERTS_ONCE": "1"})
@@ -141,8 +151,8 @@ def trained_without_copies(kind: str, case: str, ddp: dict, more: dict) -> set[s
             layer.config.gradient_accumulation_fusion = bool(more)
 
     feature = Feature(
-        tp=1, dp=dist.get_world_size(), config=EXPERTS | CASES[case], ddp=ddp, microbatches=2,
-        steps=2, lengths=(SEQUENCE // 2,), prepare=prepare,
+        tp=1, dp=dist.get_world_size(), config=EXPERTS | {**CASES, **MORE}[case], ddp=ddp,
+        microbatches=2, steps=2, lengths=(SEQUENCE // 2,), prepare=prepare,
     )  # fmt: skip
     right, right_parameters, _ = trained(kind, False, feature)
     flux_megatron.reset_report()

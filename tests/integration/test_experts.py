@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine_spec_provider
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models import backends
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
@@ -35,6 +36,15 @@ CASES = {
         "gated_linear_unit": True, "activation_func": F.silu,
     },
 }  # fmt: skip
+GPT_OSS = {
+    "num_moe_experts": 8, "moe_router_topk": 4, "add_bias_linear": True,
+    "gated_linear_unit": True, "activation_func": quick_gelu, "bias_activation_fusion": False,
+    "activation_func_clamp_value": 0.02, "glu_linear_offset": 1.0,
+    # a bias is whole rows and whole units of Megatron's buffers, as with gpt-oss: weights with
+    # biases between them are one tensor
+    "hidden_size": 64, "ffn_hidden_size": 64, "moe_ffn_hidden_size": 64,
+}  # fmt: skip
+BIASED = {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": True}
 ACT = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
 # that Megatron runs without TransformerEngine; on a stream of their own, or of the CPU none
 SHARED = {
@@ -46,6 +56,9 @@ MORE = {
     "recomputed activations": CASES["swiglu, empty experts"] | ACT,
     "shared experts beside": CASES["two a token"] | SHARED,
     "all-gather": CASES["two a token"] | {"moe_token_dispatcher_type": "allgather"},
+    "biases, no gate": BIASED,
+    "as gpt-oss": GPT_OSS,
+    "as gpt-oss, recomputed": GPT_OSS | ACT,
 }
 
 
@@ -74,7 +87,12 @@ def build(sequence: int, **more) -> GPTModel:
     config = sbs.settings(1, False, torch.float32, **EXPERTS | more)
     vars(config).update(late)
     spec = gpt_block_spec(config)
-    return GPTModel(config, spec, VOCAB, sequence, position_embedding_type="rope")
+    model = GPTModel(config, spec, VOCAB, sequence, position_embedding_type="rope")
+    made = torch.Generator().manual_seed(dist.get_rank())
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and name.endswith("bias"):  # which are 0
+            torch.nn.init.normal_(parameter, std=0.02, generator=made)
+    return model
 
 
 def trained(rank: int, sequence: int, more: dict) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -175,8 +193,7 @@ REFUSED = {
         "moe_apply_probs_on_input", "moe_single_grouped_weight",
         "use_transformer_engine_op_fuser", "moe_mlp_glu_interleave_size", "delay_wgrad_compute",
         "overlap_dispatch_backward_with_experts_wgrad", "overlap_moe_expert_parallel_comm",
-        "add_bias_linear",
-        "activation_func_clamp_value", "glu_linear_offset", "fp8", "fp4",
+        "fp8", "fp4",
     )},
 }  # fmt: skip
 
@@ -205,6 +222,10 @@ def test_divided_experts_and_other_dispatchers_are_refused_before_the_start():
     assert not requirements.refusals(args, {})
     args.moe_token_dispatcher_type = "allgather"
     assert not requirements.refusals(args, {})
+    args.flux_compare = 5
+    with pytest.raises(ValueError, match="--flux-compare: stock experts would have"):
+        install.install_from(args)
+    args.flux_compare = None
     args.moe_token_dispatcher_type = "flex"
     with pytest.raises(ValueError, match="type flex given, alltoall or allgather expected"):
         install.install_from(args)
