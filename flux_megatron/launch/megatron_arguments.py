@@ -91,6 +91,8 @@ def render(
     }
     if grouped:
         options["--num-query-groups"] = str(model.kv_heads)
+    if model.experts:
+        options["--num-experts"] = str(model.experts)
     if parallel.virtual_stages > 1:
         options["--num-virtual-stages-per-pipeline-rank"] = str(parallel.virtual_stages)
     if cache:

@@ -18,7 +18,9 @@ from flux_megatron.launch.workload import Arm
 Program = Literal["pretrain_gpt", "train"]
 T = TypeVar("T")
 # All else is said by the file, also where a dataclass has a default.
-OPTIONAL = ("arms", "arguments", "cluster.health", "cluster.environment", "training.fp8")
+OPTIONAL = (
+    "arms", "arguments", "model.experts", "cluster.health", "cluster.environment", "training.fp8",
+)  # fmt: skip
 # As strict as JSON: no number from a text, no integer from a boolean. All within has it too.
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 

@@ -41,6 +41,7 @@ class Model:
     position: Literal["learned", "rope"] = "learned"
     linear_bias: bool = True
     tied_embeddings: bool = True
+    experts: CountFromZero = 0  # of each layer; 0: none
 
     @property
     def kv_width(self) -> int:

@@ -34,6 +34,7 @@ from flux_megatron.problem import Plan
 from flux_megatron.symm import places
 from flux_megatron.tuning.trial import Trial
 
+EXPERTS = "node/qwen3-30b-a3b-4-layers_h200"
 PACKAGE = Path(flux_megatron.__file__).parent
 RANK = """
 import os, pathlib, sys, time
@@ -204,29 +205,53 @@ def test_whole_iterations_and_a_process_that_fails(tmp_path, monkeypatch, capsys
     assert (flux["E"], flux["copies_ms"]) == (0.6, 5)  # 15 of the 20 and 5 ms
 
 
+def test_experts_are_spread_over_all_gpus():
+    compared, theirs = (
+        next(megatron_jobs.jobs(EXPERTS, 4096, tp, [], 2, [arm], layout, megatron_jobs.Length(), 1))
+        for tp, layout, arm in ((2, "tp", "compare"), (1, "ep", "experts"))
+    )
+    assert (compared.workload.parallel.dp, theirs.workload.parallel.dp) == (1, 2)
+    for job in (compared, theirs):
+        spread = [word for word in job.words if word.startswith(megatron_jobs.EP)]
+        assert spread[-1] == f"{megatron_jobs.EP}=2", "which counts"
+        assert job.workload.model.layers == 1
+        assert job.workload.micro_batches == 2
+    assert "--flux-experts" in compared.words
+    assert {*megatron_jobs.BETWEEN_MICRO_BATCHES} <= {*theirs.words}
+    assert not any("--flux" in word for word in theirs.words)
+
+
 def test_the_arm_without_collectives(monkeypatch):
-    """Rows of this rank stand for the others', and only groups of tensor parallelism are silent."""
+    """Rows of this rank stand for the others', and only groups of tensor and expert parallelism
+    are silent.
+    """
     made = mock.Mock(spec=[])
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
+    for name in (
+        "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single",
+    ):  # fmt: skip
         made_here = mock.Mock(return_value=name, __wrapped__=None)
         monkeypatch.setattr(torch.distributed, name, made_here)
         setattr(made, name, made_here)
     monkeypatch.setattr(comparison, "ARMS", comparison.ARMS)
-    monkeypatch.setattr(without_collectives, "_is_tensor_parallel", lambda group: group == "tp")
+    monkeypatch.setattr(without_collectives, "_is_left_out", lambda group: group in ("tp", "ep"))
     without_collectives.add()
     rows, gathered, part = torch.arange(6.0).view(2, 3), torch.zeros(4, 3), torch.zeros(1, 3)
+    came = torch.zeros(5, 3)  # more than this rank sends
     dist, arms = torch.distributed, comparison.Comparison(2)
 
     def iteration() -> bool:
         dist.all_gather_into_tensor(gathered, rows, group="tp")
         work = dist.reduce_scatter_tensor(part, rows, group="tp", async_op=True)
         dist.all_reduce(rows, group="dp")
+        dist.all_to_all_single(came, rows, [2, 3], [1, 1], group="ep")
         return work != "reduce_scatter_tensor" and work.wait()
 
     assert [arms.run(iteration) for _ in range(6)] == [*[False] * 4, True, True]
     assert torch.equal(gathered, rows.repeat(2, 1))
     assert torch.equal(part, rows[:1])
+    assert torch.equal(came, rows[[0, 1, 0, 1, 0]])
     assert made.all_gather_into_tensor.call_count == made.reduce_scatter_tensor.call_count == 4
+    assert made.all_to_all_single.call_count == 4
     assert made.all_reduce.call_count == 6
     assert arms.result().iterations == 1
     assert not arm.stock_now()

@@ -81,6 +81,14 @@ def test_arms_and_values_can_be_chosen():
     assert "speedup" not in done.output  # there is nothing to compare with
 
 
+def test_experts_are_refused():
+    done = CliRunner().invoke(app, ["simulate", "node/mixtral-8x7b-2-layers_h200"])
+    assert (done.exit_code, "8 experts given: the cost model knows none" in done.output) == (
+        2,
+        True,
+    )
+
+
 @cache
 def run(*arguments: str) -> str:
     done = CliRunner().invoke(app, ["simulate", *arguments])

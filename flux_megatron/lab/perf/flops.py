@@ -35,8 +35,8 @@ def peak_tflops(cluster: Cluster, dtype: str) -> float | None:
 
 
 def mfu(workload: Workload, step_s: float) -> float | None:
-    """Model FLOPs utilisation, 0 to 1; None where the peak is unknown."""
+    """Model FLOPs utilisation, 0 to 1; None where the peak is unknown, and with experts."""
     peak = peak_tflops(workload.cluster, workload.training.dtype)
-    if peak is None:
+    if peak is None or workload.model.experts:
         return None
     return model_flops(workload) / (step_s * workload.parallel.world_size * peak * 1e12)

@@ -59,6 +59,8 @@ def costs(workload: Workload) -> Costs:
             f"a global batch of {training.global_batch} is no micro-batch of "
             f"{training.micro_batch} for each of {parallel.dp} replicas"
         )
+    if workload.model.experts:
+        raise BadInput(f"{workload.model.experts} experts given: the cost model knows none")
     if parallel.tp > workload.cluster.gpus_per_node:
         raise BadInput(
             f"{parallel.tp} tensor-parallel ranks given: the cost model knows them within a node, "
