@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core.models import backends
 from megatron.core.transformer.moe import experts as megatron_experts
 from ranks import on_cpu_ranks
-from test_experts import CASES, EXPERTS, MORE, build, ours
+from test_experts import CASES, EXPERTS, MORE, WITH_BIASES, build, ours
 from torch import Tensor
 from training_cases import FUSION, OVERLAP, ZERO
 from training_run import Feature, Training
@@ -120,7 +120,7 @@ def trained(kind: str, is_ours: bool, feature: Feature) -> tuple[list[float], di
         ("sequential", "two a token", OVERLAP, FUSION, 4, "sequential"),
         ("grouped", "swiglu, empty experts", {}, {}, 2, "sequential"),
         ("grouped", "two a token", ZERO, FUSION, 2, "sequential"),
-        ("grouped", "as gpt-oss", ZERO, FUSION, 2, "sequential"),
+        *[("grouped", "as gpt-oss", ZERO, FUSION, 2, "sequential")] * bool(WITH_BIASES),
     ],
 )
 @on_cpu_ranks("world_size", environment={"FLUX_MEGATRON_STRATEGY": "{strategy}"})
@@ -132,7 +132,8 @@ def test_training_copies_nothing(rank, kind, case, ddp, more, strategy):
     ("kind", "case", "ddp", "more"),
     [
         ("sequential", "swiglu, empty experts", ZERO, FUSION), ("grouped", "two a token", {}, {}),
-        ("grouped", "two a token", ZERO, FUSION), ("grouped", "as gpt-oss", ZERO, FUSION),
+        ("grouped", "two a token", ZERO, FUSION),
+        *[("grouped", "as gpt-oss", ZERO, FUSION)] * bool(WITH_BIASES),
     ],
 )  # fmt: skip
 @on_cpu_ranks(2, environment={"FLUX_MEGATRON_EXPERTS_ONCE": "1"})
@@ -143,6 +144,7 @@ def test_training_copies_nothing_where_a_token_travels_once(rank, kind, case, dd
 
 def trained_without_copies(kind: str, case: str, ddp: dict, more: dict) -> set[str]:
     """What ran, and where weights and gradients lie; losses and parameters are stock's."""
+    config = EXPERTS | {**CASES, **MORE}[case]
     built = []
 
     def prepare(model: Any) -> None:
@@ -151,8 +153,8 @@ def trained_without_copies(kind: str, case: str, ddp: dict, more: dict) -> set[s
             layer.config.gradient_accumulation_fusion = bool(more)
 
     feature = Feature(
-        tp=1, dp=dist.get_world_size(), config=EXPERTS | {**CASES, **MORE}[case], ddp=ddp,
-        microbatches=2, steps=2, lengths=(SEQUENCE // 2,), prepare=prepare,
+        tp=1, dp=dist.get_world_size(), config=config, ddp=ddp, microbatches=2, steps=2,
+        lengths=(SEQUENCE // 2,), prepare=prepare,
     )  # fmt: skip
     right, right_parameters, _ = trained(kind, False, feature)
     flux_megatron.reset_report()

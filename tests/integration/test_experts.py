@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.activations import quick_gelu
 from megatron.core.extensions import transformer_engine_spec_provider
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models import backends
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
@@ -26,6 +26,7 @@ import flux_megatron
 from flux_megatron.integration import arm, expert_layers, experts, install, requirements
 from flux_megatron.integration.flags import options_from
 from flux_megatron.lab.train.specs import gpt_block_spec
+from flux_megatron.versions.megatron_core import MEGATRON_CORE
 
 moe_utils.te_general_gemm = None  # up to 0.16 asked for also where there is none
 VOCAB, STEPS = 64, 3
@@ -52,13 +53,15 @@ SHARED = {
     # from 0.16 on
     **dict.fromkeys({"moe_shared_expert_gate"} & {*TransformerConfig.__dataclass_fields__}, True),
 }  # fmt: skip
+# before 0.16 stock has none, or a bias of the router that nothing sets
+WITH_BIASES = {
+    "biases, no gate": BIASED, "as gpt-oss": GPT_OSS, "as gpt-oss, recomputed": GPT_OSS | ACT,
+} if MEGATRON_CORE.since("0.16") else {}  # fmt: skip
 MORE = {
     "recomputed activations": CASES["swiglu, empty experts"] | ACT,
     "shared experts beside": CASES["two a token"] | SHARED,
     "all-gather": CASES["two a token"] | {"moe_token_dispatcher_type": "allgather"},
-    "biases, no gate": BIASED,
-    "as gpt-oss": GPT_OSS,
-    "as gpt-oss, recomputed": GPT_OSS | ACT,
+    **WITH_BIASES,
 }
 
 
