@@ -147,4 +147,4 @@ class _Biased(torch.autograd.Function):
         if weights is None:
             return dy, _sums(dy, received), None, None
         of_bias = (dy * weights[:, None]).to(dy.dtype)
-        return dy, _sums(of_bias, received), None, (dy * bias[experts]).sum(-1)
+        return dy, _sums(of_bias, received), None, (dy.float() * bias[experts]).sum(-1)
