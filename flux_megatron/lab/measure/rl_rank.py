@@ -51,10 +51,15 @@ class Before(importlib.abc.MetaPathFinder):
 
 
 def prepare_verl() -> None:
-    """The rollout; and its critic fuses gradients of its output layer."""
+    """The rollout."""
     from verl.workers.rollout import base
 
     base._ROLLOUT_REGISTRY[("vllm", "async")] = f"{__name__}.Rollout"
+    fuse_gradients()
+
+
+def fuse_gradients() -> None:
+    """Of output layers, for which Megatron asks for apex."""
     if CPU not in os.environ:
         from flux_megatron.integration import apex_shim
 
@@ -97,9 +102,13 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def watch_slime() -> None:
-    """Keeps what its workers log."""
+    """Keeps what its workers log; slime refuses numpy 2."""
+    import numpy
+    from slime.backends.megatron_utils import initialize
     from slime.observability import logging_utils
 
+    initialize.np = types.SimpleNamespace(__version__="1.0", random=numpy.random)
+    fuse_gradients()
     log = logging_utils.log
 
     def kept(args: Any, metrics: dict[str, Any], *given: Any, **named: Any) -> None:
@@ -121,10 +130,8 @@ def in_small() -> None:
 
 
 def slime_in_small() -> None:
-    """slime refuses numpy 2; and there is no GPU whose memory its saver could free."""
-    import numpy
+    """There is no GPU whose memory its saver could free."""
     import torch_memory_saver
-    from slime.backends.megatron_utils import initialize
     from slime.ray import actor_group
     from slime.utils import reloadable_process_group
     from slime.utils.accelerator.torch_accelerator import TorchAccelerator
@@ -135,7 +142,6 @@ def slime_in_small() -> None:
         return {key: value for key, value in variables(given).items() if key != "LD_PRELOAD"}
 
     actor_group.add_default_ray_env_vars = without_preload
-    initialize.np = types.SimpleNamespace(__version__="1.0", random=numpy.random)
     names_of_fused_layers()
     TorchAccelerator.current_device = TorchAccelerator.device = lambda *_: "cpu"
     reloadable_process_group._uses_accelerator_backend = lambda backend: True  # gloo's reload too
