@@ -143,6 +143,29 @@ def test_no_range_is_raced_when_the_time_for_races_is_over(rank, tmp_path, takes
     assert len([*tmp_path.rglob("*.json")]) == raced_ranges
 
 
+@pytest.mark.parametrize(("race_s", "raced"), [(0.3, [3000, 1024, 2048, 8192]), (0.4, [3000])])
+def test_where_races_are_long_a_kind_has_that_of_its_own_m(monkeypatch, race_s, raced):
+    measured = []
+
+    def takes(problem: Problem, plans: list[Plan], space: SimpleNamespace) -> None:
+        measured.append(problem.M)
+        choice._spent_s += race_s
+
+    monkeypatch.setattr(choice, "_spent_s", 0.0)
+    monkeypatch.setattr(choice, "_measured", takes)
+    monkeypatch.setattr(tuner, "leaders", lambda group, value: value)
+    monkeypatch.setattr(registry, "overlapping", lambda *given: (["pipelined"], None))
+    monkeypatch.setattr(choice, "racers", lambda *given: [PLAIN])
+    asked = SimpleNamespace(ask=lambda question, answer: [answer])
+    space = SimpleNamespace(
+        agreement=asked, group=None, device=torch.device("cpu"), unavailable=None
+    )
+    problem, table = replace(LAYER, M=3000, device="cpu"), PlanTable()
+    choice._race(problem, table.unsettled(3000), table, space)
+    assert measured == raced
+    assert table.unsettled(8192) == [], "no later call waits for a race"
+
+
 @on_device_ranks(2, environment=CACHE)
 def test_other_settings_ask_anew_and_by_itself_no_cpu_races(rank, tmp_path):
     tuner.race = FakeRace(lambda name: 1.0)
@@ -319,15 +342,15 @@ def test_the_first_range_of_training_races_all_of_them():
     table = PlanTable()
     assert table.unsettled(300) == [8]
     table.settled |= {8}
-    assert table.unsettled(6000) == [10, 11, 12, 13]
+    assert table.unsettled(6000) == [13, 10, 11, 12], "its own first"
     table.points[8192] = PLAIN
-    assert table.unsettled(5000) == [10, 11, 12]
+    assert table.unsettled(5000) == [12, 10, 11]
     assert table.unsettled(7000) == []
     table.settled |= {10, 11, 12}
     assert all(table.unsettled(M) == [] for M in range(800, 20000, 100))
     assert table.unsettled(64) == [6], "few rows alone"
     assert PlanTable({4096: PLAIN}).unsettled(64) == [6], "decoding races no range of training"
-    assert PlanTable({64: PLAIN}).unsettled(4096) == [10, 11, 12, 13], "whatever was decoded before"
+    assert PlanTable({64: PLAIN}).unsettled(4096) == [12, 10, 11, 13], "whatever was decoded before"
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,10 @@ from flux_megatron.tuning.plan_table import RANGES, PlanTable, raced_as, racers,
 from flux_megatron.tuning.trial import Trial
 
 ROUNDS = 5  # of a race
+# Of a model: four layers, forward and backward. Where races of all their ranges of M would take
+# longer than there is time, each kind has that of its first call: over sockets two kinds in all
+# ranges had used it up, and the other six had no race (2 x H200, 2026-11-29).
+KINDS = 8
 
 # Between two plans. The winners of 64 races were .03 % behind the best plan with 2 ms and .3 %
 # without (one 17 %, the others .02 %), and a race took .27 and .18 s; a run waits for 32 of them (2
@@ -129,11 +133,15 @@ def _race(problem: Problem, ranges: list[int], table: PlanTable, space: Workspac
     with lasting():  # what is compiled and measured belongs to no caller
         if space.device.type == "cuda":
             ahead.compile_kinds(problem, ranges, table, space)
+        fit = True
         for one in plans:
-            if not tuner.leaders(space.group, _left_s() > 0):
+            before_s = _spent_s
+            if not tuner.leaders(space.group, fit and _left_s() > 0):
                 break
             if entry := _measured(one, plans[one], space):
                 table.points[one.M] = entry.plan
+            ranges_of_one = min(len(plans), sum(each.M for each in plans) / one.M)
+            fit = KINDS * ranges_of_one * (_spent_s - before_s) <= settings.get().tune_seconds
     if space.device.type == "cuda":  # no symmetric memory comes from what trials have left there
         torch.cuda.empty_cache()
 

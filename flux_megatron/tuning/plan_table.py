@@ -70,11 +70,12 @@ class PlanTable:
         return for_rows(self.points[nearest], nearest, problem)
 
     def unsettled(self, M: int) -> list[int]:
-        """The ranges to race at a call of M rows: its own, and in training all that training has,
-        so that no later call waits for a race.
+        """The ranges to race at a call of M rows: its own first, and in training all that training
+        has, so that no later call waits for a race.
         """
-        done = self.settled | {range_of(one) for one in self.points}
-        return [] if range_of(M) in done else sorted({*together(M)} - done)
+        done, own = self.settled | {range_of(one) for one in self.points}, range_of(M)
+        others = [number for number in together(M) if number not in {*done, own}]
+        return [] if own in done else [own, *others]
 
 
 def for_rows(plan: Plan, M: int, problem: Problem) -> Plan:
