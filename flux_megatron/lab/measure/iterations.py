@@ -7,13 +7,13 @@
         --layout dp \
         --arms flux --timed 990                                           # does it hang?
 
-The models of `configs/experiments/node` at several M, `--micro-batches` of them a step, by default
-one: the optimizer's share is largest then. `--layers` makes them fit less memory. `--layout` says
-what tensor parallelism is beside: nothing, two replicas whose gradients and parameters travel
-meanwhile (ep: nothing meanwhile), or two stages of an interleaved pipeline. Experts are spread over
-all of them. `--apart memory` or `sockets` makes each rank
-a machine, `sockets:2` each two (`gpu_run.be_apart`). For each model and M two processes a rank run
-(`--arms`), one after the other on the same GPUs:
+The models of `configs/experiments/node` at several M, by default those without experts,
+`--micro-batches` of them a step, by default one: the optimizer's share is largest then. `--layers`
+makes them fit less memory. `--layout` says what tensor parallelism is beside: nothing, two replicas
+whose gradients and parameters travel meanwhile (ep: nothing meanwhile), or two stages of an
+interleaved pipeline. Experts are spread over all of them. `--apart memory` or `sockets` makes each
+rank a machine, `sockets:2` each two (`gpu_run.be_apart`). For each model and M two processes a rank
+run (`--arms`), one after the other on the same GPUs:
 - compare, `--flux-compare`: stock iterations, ours, and stock ones without tensor-parallel
   collectives in turn, blocks of `--block`. The first turn and the first iteration of every block
   warm up; times of the others are compared turn by turn, `--pairs` of them. E is the share of what
@@ -68,6 +68,7 @@ from flux_megatron.lab.measure.megatron_jobs import (
 from flux_megatron.lab.results.iterations import ResultsError
 
 RANK = __file__
+DENSE = "gpt3,llama2,qwen3-14b"
 SHOWN = ("model", "tp", "dp", "pp", "M", "micro_batches", "arm")
 
 
@@ -135,7 +136,7 @@ def main(
     checkout: Path, out: Path, tp: int = 4, commit: str = "unknown",
     M: Annotated[str, typer.Option("--M")] = "8192,4096,2048", more: str = "",
     seconds: float = 3600, arms: str = ",".join(ARMS), layout: str = "tp",
-    micro_batches: int = 1, models: str = "", block: int = BLOCK, pairs: int = PAIRS,
+    micro_batches: int = 1, models: str = DENSE, block: int = BLOCK, pairs: int = PAIRS,
     timed: int = TIMED, limit_s: float = 150, layers: int = 0, apart: str = "",
 ) -> None:  # fmt: skip
     """Measure those with one of `models` in their names at every M, as long as `seconds` allow to

@@ -104,6 +104,7 @@ def jobs(
         found = {arm: replace(workload, model=model) for arm, workload in found.items()}
 
     def job(name: str, arm: Arm, *own: str, steps: int = 0) -> Job:
+        assert arm in found, f"{arm} given, one of the arms {[*found]} of {experiment} expected"
         workload, words = found[arm], [*shipped.extra_arguments[arm]]
         if any(word.startswith(EP) for word in words):  # over all GPUs
             words.append(f"{EP}={tp * replicas}")
