@@ -13,10 +13,8 @@ from compile_source import call_of, codes_of, memory, write_ptx
 
 from flux_megatron.kernels.experts import token_call
 from flux_megatron.kernels.experts.a2a_gemm import a2a_gemm
-from flux_megatron.kernels.experts.activation import Gate, gated_backward, gated_forward
 from flux_megatron.kernels.experts.call import ExpertCall, exchange_counts
 from flux_megatron.kernels.experts.gemm_a2a import expert_collect, gemm_a2a
-from flux_megatron.kernels.experts.scaled import Bias, scaled_backward, scaled_forward
 from flux_megatron.kernels.experts.signalled import signalled_experts
 from flux_megatron.kernels.experts.weights import ExpertWeights
 from flux_megatron.kernels.experts.wgrad import expert_wgrad
@@ -62,22 +60,6 @@ def shipped(tile: Tile) -> Iterator[tuple[str, Code]]:
         yield name, *codes_of(call)
 
 
-def activations() -> Iterator[tuple[str, Code]]:
-    x = memory(ROWS, 2 * SIDE, dtype=torch.bfloat16)
-    y, received = memory(ROWS, SIDE, dtype=x.dtype), memory(WORLD_SIZE, EXPERTS)
-    weights, ends = memory(ROWS, dtype=torch.float32), memory(EXPERTS)
-    for number, gate in enumerate((Gate("silu"), Gate("quick_gelu", clamp=7.0, offset=1.0))):
-        bias = Bias(memory(EXPERTS, 2 * SIDE, dtype=x.dtype), ends) if number else None
-        own = Bias(memory(EXPERTS, SIDE, dtype=x.dtype), ends) if number else None
-        calls = (
-            partial(gated_forward, x, received, gate, weights, bias),
-            partial(gated_backward, y, x, received, gate, weights, bias),
-            partial(scaled_forward, y, weights, own), partial(scaled_backward, y, y, weights, own),
-        )  # fmt: skip
-        for code in (code for call in calls for code in codes_of(call)):
-            yield f"{code.kernel} {number}", code
-
-
 def once() -> Iterator[tuple[str, Code]]:
     """Of tokens that travel once to a rank."""
     x, words = memory(ROWS, SIDE, dtype=torch.bfloat16), memory(1)
@@ -99,5 +81,5 @@ if __name__ == "__main__":
     write_ptx({
         f"sm_{architecture} {name}": (code, architecture)
         for architecture, tile in TILES.items()
-        for name, code in (*shipped(tile), *activations(), *once())
+        for name, code in (*shipped(tile), *once())
     })  # fmt: skip

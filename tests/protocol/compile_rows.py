@@ -17,7 +17,8 @@ import torch
 from compile_source import assembled, codes_of, memory, write
 
 from flux_megatron.kernels import norm
-from flux_megatron.kernels.experts import activation as expert_activation
+from flux_megatron.kernels.experts import activation, scaled
+from flux_megatron.kernels.experts.activation import Gate
 from flux_megatron.kernels.triton_launch import Code
 
 CASES = [(torch.bfloat16, N) for N in (100, 4096, 8192, 12288)] + [(torch.float32, 8192)]
@@ -49,15 +50,21 @@ def _of_norms(N: int, dtype: torch.dtype, kind: str) -> Iterator[tuple[str, Code
 def _of_experts(dtype: torch.dtype) -> Iterator[tuple[str, Code]]:
     dy, x = memory(CAPACITY, FFN, dtype=dtype), memory(CAPACITY, 2 * FFN, dtype=dtype)
     rows = memory(CAPACITY // 2, HIDDEN, dtype=dtype)
-    scale = memory(CAPACITY // 2, dtype=torch.float32)
-    received, kernels = memory(SLOTS), expert_activation
-    calls: dict[str, Callable[[], object]] = {
-        "scaled forward": lambda: kernels.scaled_forward(rows, scale),
-        "scaled backward": lambda: kernels.scaled_backward(rows, rows, scale),
-    }
-    for one in ("silu", "gelu"):
-        calls[f"{one} forward"] = partial(kernels.gated_forward, x, received, one)
-        calls[f"{one} backward"] = partial(kernels.gated_backward, dy, x, received, one)
+    scale, received = memory(CAPACITY // 2, dtype=torch.float32), memory(SLOTS)
+    wide, narrow = (
+        scaled.Bias(memory(SLOTS // 2, columns, dtype=dtype), memory(SLOTS // 2))
+        for columns in (2 * FFN, HIDDEN)
+    )
+    calls: dict[str, Callable[[], object]] = {}
+    for biased, bias in (("", None), (" biased", narrow)):
+        calls[f"scaled{biased} forward"] = partial(scaled.scaled_forward, rows, scale, bias)
+        calls[f"scaled{biased} backward"] = partial(scaled.scaled_backward, rows, rows, scale, bias)
+    gates = [(Gate("silu"), None), (Gate("gelu"), None), (Gate("quick_gelu", 7.0, 1.0), wide)]
+    for gate, bias in gates:
+        forward = partial(activation.gated_forward, x, received, gate, None, bias)
+        calls[f"{gate.activation} forward"] = forward
+        backward = partial(activation.gated_backward, dy, x, received, gate, None, bias)
+        calls[f"{gate.activation} backward"] = backward
     for name, call in calls.items():
         yield name, *codes_of(call)
 

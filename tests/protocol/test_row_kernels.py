@@ -16,7 +16,8 @@ from ptx_order import Ptx
 from triton.runtime.errors import InterpreterError
 
 from flux_megatron.kernels import norm
-from flux_megatron.kernels.experts import activation as expert_activation
+from flux_megatron.kernels.experts import activation, scaled
+from flux_megatron.kernels.experts.activation import Gate
 
 SCRIPT = "compile_rows.py"
 CAPACITY, FFN = 5, 24
@@ -44,13 +45,19 @@ def test_only_its_arguments_are_touched(M, N, center):
 
 
 def of_experts(counts: list[list[int]], cut: int = 0) -> None:
-    """All four kernels; dy has `cut` rows less than x."""
+    """All four kernels, with biases and without; dy has `cut` rows less than x."""
     received = torch.tensor(counts, dtype=torch.int32)
     x, dy = torch.randn(CAPACITY, 2 * FFN), torch.randn(CAPACITY, FFN)
-    expert_activation.gated_forward(x, received, "silu")
-    expert_activation.gated_backward(dy, x, received, "gelu")
-    y = expert_activation.scaled_forward(dy, torch.ones(CAPACITY))
-    expert_activation.scaled_backward(dy[cut:], y, torch.ones(CAPACITY))
+    experts, scale = received.shape[1], torch.ones(CAPACITY)
+    ends = received.sum(0).cumsum(0).to(torch.int32)
+    wide, narrow = (scaled.Bias(torch.ones(experts, n), ends) for n in (2 * FFN, FFN))
+    for gate, of_gate, of_row in (
+        (Gate("silu"), None, None), (Gate("quick_gelu", 7.0, 1.0), wide, narrow)
+    ):  # fmt: skip
+        activation.gated_forward(x, received, gate, scale, of_gate)
+        activation.gated_backward(dy, x, received, gate, scale, of_gate)
+        y = scaled.scaled_forward(dy, scale, of_row)
+        scaled.scaled_backward(dy[cut:], y, scale, of_row)
 
 
 @needs_interpreter
@@ -74,7 +81,7 @@ def test_shared_memory_suffices(compiled):
 
 def test_registers_suffice(compiled):
     """All but a few, in LayerNorm's backward of the widest rows."""
-    assert len(named(compiled, "experts")) == 3 * 12
+    assert len(named(compiled, "experts")) == 3 * 20
     for name, kernel in compiled.items():
         few = 100 if {"layer_norm", "backward", "12288"} <= {*name.split()} else 0
         assert kernel["spilled_bytes"] <= few, name
