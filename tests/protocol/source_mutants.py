@@ -64,6 +64,8 @@ def outcome(mutant: SourceMutant, log: Path) -> int:
     try:
         for descriptor in (1, 2):
             os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+        if "rank_pool" in sys.modules:
+            sys.modules["rank_pool"]._pools.clear()  # they are the parent's
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # finding them takes seconds
         if "rank_process" in sys.modules and not hasattr(module, "RankFailure"):
             # the test has failed with its first rank: nobody reads what the others say later
