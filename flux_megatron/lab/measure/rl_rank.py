@@ -73,11 +73,23 @@ def let_ray_count_gpus() -> None:
     Manager.get_current_process_visible_accelerator_ids = staticmethod(lambda: None)
 
 
+def _absent(name: str) -> type:
+    """A class, with classes for attributes."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _OfClasses(name, (), {})
+
+
+class _OfClasses(type):
+    def __getattr__(cls, name: str) -> type:
+        return _absent(name)
+
+
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules of a rollout engine that is not there: slime's training processes import them."""
+    """Modules of rollout engines and trackers that are not there: slime's processes import them."""
 
     def __init__(self) -> None:
-        names = ("sglang", "sglang_router", "mlflow", "swanlab")
+        names = ("sglang", "sglang_router", "mlflow", "swanlab", "wandb")
         self.names = [name for name in names if importlib.util.find_spec(name) is None]
 
     def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
@@ -90,12 +102,7 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__path__ = []
         module.__file__ = None
 
-        def absent(name: str) -> type:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return type(name, (), {})
-
-        module.__getattr__ = absent  # type: ignore[method-assign]
+        module.__getattr__ = _absent  # type: ignore[method-assign]
         return module
 
     def exec_module(self, module: types.ModuleType) -> None: ...
