@@ -219,6 +219,11 @@ def test_experts_are_spread_over_all_gpus():
     assert "--flux-experts" in compared.words
     assert {*megatron_jobs.BETWEEN_MICRO_BATCHES} <= {*theirs.words}
     assert not any("--flux" in word for word in theirs.words)
+    for name in ("expert", "te"):  # of no name; which this experiment has not
+        with pytest.raises(AssertionError, match=f"{name} given, one of "):
+            next(megatron_jobs.jobs(
+                EXPERTS, 4096, 1, [], 2, [name], "ep", megatron_jobs.Length(), 1
+            ))  # fmt: skip
 
 
 def test_the_arm_without_collectives(monkeypatch):

@@ -29,6 +29,7 @@ EXPERIMENTS = (
 BLOCK, PAIRS = 5, 9  # 36 timed iterations of each arm; with 5 pairs one odd pair hid 5 %
 WARM_UP, TIMED = 10, 30  # of an arm that has a process of its own
 ARMS = ("compare", "te")
+KNOWN = (*ARMS, "flux", "experts", "graphs")
 COPIES = re.compile(r"^without_collectives: copies took ([\d.]+) ms$", re.MULTILINE)
 TURN = ("stock", "flux", "without_collectives")  # of a comparison
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
@@ -113,6 +114,7 @@ def jobs(
         return Job(name, workload, [*words, *more, *UNFUSED, *own], length)
 
     for one in arms:
+        assert one in KNOWN, f"arm {one} given, one of {KNOWN} expected"
         if one == "compare":
             steps = len(TURN) * length.block * (length.pairs + 1)  # those of the first turn too
             yield job("compare", "flux", "--flux-compare", str(length.block), steps=steps)
