@@ -30,8 +30,8 @@ from flux_megatron.tuning.trial import Trial
 
 ROUNDS = 5  # of a race
 # Of a model: four layers, forward and backward. Where races of all their ranges of M would take
-# longer than there is time, each kind has that of its first call: over sockets two kinds in all
-# ranges had used it up, and the other six had no race (2 x H200, 2026-11-29).
+# longer than there is time, each kind has that of its first call: over sockets six races of two
+# kinds had used it up, and seven kinds had none at their M (2 x H200, 2026-11-29).
 KINDS = 8
 
 # Between two plans. The winners of 64 races were .03 % behind the best plan with 2 ms and .3 %
