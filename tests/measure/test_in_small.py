@@ -217,6 +217,7 @@ def test_experts_are_spread_over_all_gpus():
         assert job.workload.model.layers == 1
         assert job.workload.micro_batches == 2
     assert "--flux-experts" in compared.words
+    assert compared.words[compared.words.index("--num-experts") + 1] == "128"
     assert {*megatron_jobs.BETWEEN_MICRO_BATCHES} <= {*theirs.words}
     assert not any("--flux" in word for word in theirs.words)
     for name in ("expert", "te"):  # of no name; which this experiment has not

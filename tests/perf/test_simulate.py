@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 from without_torch import without_torch
 
 from flux_megatron.cli import app
+from flux_megatron.lab.perf import flops
 from flux_megatron.lab.perf.step import Step
 from flux_megatron.lab.simulate import commands, predictions, tables
+from flux_megatron.launch.experiment import load
 
 PCIE = "paper/gpt3-175b_a100-pcie"
 
@@ -83,10 +85,9 @@ def test_arms_and_values_can_be_chosen():
 
 def test_experts_are_refused():
     done = CliRunner().invoke(app, ["simulate", "node/mixtral-8x7b-2-layers_h200"])
-    assert (done.exit_code, "8 experts given: the cost model knows none" in done.output) == (
-        2,
-        True,
-    )
+    assert done.exit_code == 2
+    assert "8 experts given: the cost model knows none" in done.output
+    assert flops.mfu(load("node/mixtral-8x7b-2-layers_h200").arms["flux"], 1.0) is None
 
 
 @cache

@@ -31,6 +31,8 @@ from slurm_cluster import SlurmCluster
 
 # of the job whose checkpoints are written: on GPUs 0.7 GB each
 SMALL = "hidden=1024 heads=8 kv_heads=8 ffn=4096 layers=2 vocab=8192 seq_length=1024"
+# by our runs: what was compiled and raced, and which calls overlapped
+SAID = r"flux_megatron: (compiled .*|measured .*|\d+ of \d+ calls overlapped.*)"
 LAYOUTS = {2: (2, 1, 1), 4: (4, 1, 1), 8: (8, 1, 1), 16: (8, 1, 2), 32: (8, 2, 2), 128: (8, 8, 2)}
 
 
@@ -47,7 +49,10 @@ def arms(session: Session) -> None:
     steps = [(number, ms, loss) for _, number, ms, loss in job.iterations()]
     verdicts = re.findall(r"node \S+: .*", job.output())
     seconds = round(time.monotonic() - began, 1)
-    session.row("arms", outcome=outcome, seconds=seconds, preflight=verdicts, steps=steps)
+    ours = re.findall(SAID, job.output())
+    session.row(
+        "arms", outcome=outcome, seconds=seconds, preflight=verdicts, steps=steps, said=ours
+    )
 
 
 def faults(session: Session) -> None:
