@@ -220,6 +220,11 @@ def test_experts_are_spread_over_all_gpus():
     assert compared.words[compared.words.index("--num-experts") + 1] == "128"
     assert {*megatron_jobs.BETWEEN_MICRO_BATCHES} <= {*theirs.words}
     assert not any("--flux" in word for word in theirs.words)
+    (peer,) = megatron_jobs.jobs(
+        EXPERTS, 4096, 1, [], 2, ["deepep"], "ep", megatron_jobs.Length(), 1
+    )
+    at = len(peer.words) - peer.words[::-1].index("--moe-token-dispatcher-type")  # which counts
+    assert peer.words[at] == "flex"
     for name in ("expert", "te"):  # of no name; which this experiment has not
         with pytest.raises(AssertionError, match=f"{name} given, one of "):
             next(megatron_jobs.jobs(

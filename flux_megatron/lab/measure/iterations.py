@@ -22,6 +22,7 @@ run (`--arms`), one after the other on the same GPUs:
   `WARM_UP`.
 - flux: ours alone, as many.
 - experts: Megatron's experts, whose all-to-all hides behind another micro-batch, as many.
+- deepep: Megatron's experts with DeepEP as their dispatcher, as many.
 - graphs: layers are captured in CUDA graphs, where the host takes no time. One process cannot
   switch between arms then: stock Megatron's (of TransformerEngine's layers) and ours take turns,
   twice.

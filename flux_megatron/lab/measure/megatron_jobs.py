@@ -29,7 +29,7 @@ EXPERIMENTS = (
 BLOCK, PAIRS = 5, 9  # 36 timed iterations of each arm; with 5 pairs one odd pair hid 5 %
 WARM_UP, TIMED = 10, 30  # of an arm that has a process of its own
 ARMS = ("compare", "te")
-KNOWN = (*ARMS, "flux", "experts", "graphs")
+KNOWN = (*ARMS, "flux", "experts", "deepep", "graphs")
 COPIES = re.compile(r"^without_collectives: copies took ([\d.]+) ms$", re.MULTILINE)
 TURN = ("stock", "flux", "without_collectives")  # of a comparison
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
@@ -43,6 +43,9 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # Megatron asks for 1 where TP is more than 1
 UNFUSED = ["--no-masked-softmax-fusion"]  # no arm has it; Megatron would compile it
+DEEPEP = [
+    "--moe-token-dispatcher-type", "flex", "--moe-enable-deepep", "--moe-permute-fusion",
+]  # fmt: skip
 BETWEEN_MICRO_BATCHES = ["--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"]
 EP = "--expert-model-parallel-size"
 GRAPHS = ["--cuda-graph-impl", "local", "--te-rng-tracker"]
@@ -124,6 +127,8 @@ def jobs(
             yield job("flux", "flux")
         elif one == "experts":
             yield job("overlap_moe_expert_parallel_comm", "megatron", *BETWEEN_MICRO_BATCHES)
+        elif one == "deepep":
+            yield job("deepep", "megatron", *DEEPEP)
         else:
             for _ in range(2):
                 yield job("stock_graphs", "megatron", *GRAPHS)

@@ -8,6 +8,8 @@ where its rows travel once to an expert.
 | by expert, sorted | the same for rows that come sorted and stay so |
 | nccl | the permutation, the library with splits that are known, the inverse |
 | nccl + sync | it fetches the splits too, as a training step must |
+| deepep | [a peer](expert_deep_ep.py), where it is installed: its layout and weights are known |
+| deepep + sync | it exchanges them too, and the host waits, as a training step must |
 
 All multiply by the router's weights, and have SwiGLU between the GEMMs. Indices of permutations are
 known. Before a case `once` is compared with the library, forward and backward, without the
@@ -27,7 +29,9 @@ from torch import Tensor
 
 from flux_megatron.expert_parallel import activation, once, ops
 from flux_megatron.lab.bench import operations
+from flux_megatron.lab.bench.operations import expert_deep_ep
 from flux_megatron.lab.bench.operations.expert_all_to_all import Case, Operands
+from flux_megatron.lab.bench.operations.expert_deep_ep import DeepEp
 from flux_megatron.lab.bench.operations.expert_references import Baseline, grouped, wgrad
 from flux_megatron.lab.bench.table_run import Run
 
@@ -60,6 +64,7 @@ def verify(run: Run) -> None:
     with operations.captured_stream(run):
         work = Work(CHECKED[run.device.type], run, gated=False)
         ours = operations.and_in_graphs(run, {"once": partial(work.step, work.once)})
+        ours |= {name: partial(work.step, layer) for name, layer in work.peers().items()}
         operations.verify(run, work.renew, ours, partial(work.step, work.library(fetched=True)))
 
 
@@ -95,6 +100,9 @@ class Work(Operands):
         self.weight_at = by_expert.flatten().nonzero().flatten()
         self.counts = by_expert.sum(1, dtype=torch.int32).view(ranks, -1)
         self.known = Baseline(self.run, self.counts, False)
+        if expert_deep_ep.installed():
+            topk = self.case.topk
+            self.deep_ep = DeepEp(self.run.group, self.x, self.chosen, self.weights, topk)
 
     def renew(self) -> None:
         """Other operands and other choices, in the same memory; every fifth time fewer experts a
@@ -150,6 +158,22 @@ class Work(Operands):
 
         return partial(self.permuted, layer)
 
+    def peers(self) -> dict[str, Layer]:
+        if not expert_deep_ep.installed():
+            return {}
+        named = {"deepep": True, "deepep + sync": False}
+        return {name: partial(self.by_deep_ep, known) for name, known in named.items()}
+
+    def by_deep_ep(self, known: bool, x: Tensor, weights: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        rows, of_rows, ends, layout = self.deep_ep.dispatch(x, weights, known)
+        hidden = _Grouped.apply(rows, w, ends)
+        if self.gated:
+            counts = ends.diff(prepend=ends.new_zeros(1))
+            hidden = activation.gated(hidden, counts[None], F.silu, of_rows)
+        else:
+            hidden = activation.scaled(hidden, of_rows)
+        return self.deep_ep.combine(_Grouped.apply(hidden, v, ends), layout)
+
     def permuted(self, layer: Layer, x: Tensor, weights: Tensor, w: Tensor, v: Tensor) -> Tensor:
         """A layer of sorted rows, between a permutation and its inverse."""
         rows, of_rows = self.sorted(x, weights)
@@ -166,6 +190,7 @@ class Work(Operands):
             "once": self.once, "by expert": partial(self.permuted, self.by_expert),
             "nccl": self.library(False), "nccl + sync": self.library(True),
         }  # fmt: skip
+        whole |= self.peers()
         found = {name: (layer, leaves, self.dy) for name, layer in whole.items()}
         dy = self.dy.index_select(0, self.rows)
         found["by expert, sorted"] = self.by_expert, (rows, weights, *leaves[2:]), dy
@@ -177,7 +202,7 @@ class Work(Operands):
     def backward(self) -> dict[str, Callable[[], object]]:
         return {
             name: partial(torch.autograd.grad, layer(*given), given, dy, retain_graph=True)
-            for name, (layer, given, dy) in self._layers().items() if name != "nccl + sync"
+            for name, (layer, given, dy) in self._layers().items() if "sync" not in name
         }  # fmt: skip
 
 
