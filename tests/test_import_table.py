@@ -111,7 +111,8 @@ lab.generate: command_errors errors launch.schema option_values overlap.report s
     lab.train versions.megatron_core | torch megatron pydantic typer
 # what runs have logged, and what they were to be: read and predicted where they are submitted
 lab.results: errors launch option_values lab.perf | scipy typer | matplotlib rich
-lab.perf: errors launch.memory launch.workload overlap.hopper_pushes patterns problem | pydantic
+lab.perf: errors launch.memory launch.workload overlap.band_shares
+    overlap.hopper_pushes patterns problem | pydantic
 lab.simulate: config_files errors launch option_values lab.perf | typer | rich
 # beside other libraries
 lab.bench: {BELOW} lab.reference | *

@@ -54,9 +54,7 @@ class Experiment:
 
     def only(self, arms: Sequence[str]) -> Experiment:
         """The experiment with these of its arms alone, or with all where none is named."""
-        if unknown := [arm for arm in arms if arm not in self.arms]:
-            raise LaunchError(f"arms {unknown} given, some of {[*self.arms]} expected")
-        kept = [arm for arm in self.arms if arm in arms or not arms]
+        kept = _kept(arms, [*self.arms])
         of_kept = {arm: self.extra_arguments[arm] for arm in kept}
         return replace(self, arms={arm: self.arms[arm] for arm in kept}, extra_arguments=of_kept)
 
@@ -89,8 +87,17 @@ def find(name_or_path: str) -> tuple[str, Path]:
     return name_or_path, known[name_or_path]
 
 
-def load(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> Experiment:
-    """The experiment of that name, or of a YAML file, with dotted `overrides`.
+def _kept(wanted: Sequence[str], there: Sequence[Arm]) -> list[Arm]:
+    if unknown := [arm for arm in wanted if arm not in there]:
+        raise LaunchError(f"arms {unknown} given, some of {[*there]} expected")
+    return [arm for arm in there if arm in wanted or not wanted]
+
+
+def load(
+    name_or_path: str, overrides: Mapping[str, Any] | None = None, only: Sequence[str] = ()
+) -> Experiment:
+    """The experiment of that name, or of a YAML file, with dotted `overrides`; of its arms `only`
+    these, or all where none is named. What forbids other arms does not matter.
 
     `ExperimentError` lists all that is wrong: key and rule of each.
     """
@@ -107,7 +114,7 @@ def load(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> Exper
     arguments: dict[Arm, list[str]] = {}
     if not file.arms:
         wrong.append(("arms", f"none given, some of {[*ARMS]} expected, as `flux: {{}}`"))
-    for arm in (one for one in ARMS if one in file.arms):
+    for arm in _kept(only, [one for one in ARMS if one in file.arms]):
         own = file.arms[arm]
         parts = merge({key: tree[key] for key in SECTIONS}, {"arm": arm})
         merge(parts, {"parallel": own.parallel, "training": own.training})

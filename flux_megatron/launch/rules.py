@@ -83,6 +83,8 @@ def _parallel(w: Workload) -> Iterator[tuple[bool, str, str]]:
     yield bool(per_node % tp and tp % per_node), "parallel.tp", rule
     rule = f"{tp} ranks span nodes of {per_node}: arm te overlaps only within one"
     yield te and tp > per_node, "parallel.tp", rule
+    rule = "arm te overlaps only where GPUs reach each other's memory"
+    yield te and cluster.link.kind == "host", "cluster.link.kind", rule
     yield te and cluster.gpu == "cpu", "arm", "TransformerEngine needs GPUs"
     rule = "false given, true expected: arm te has nothing to overlap without it"
     yield te and not parallel.sequence_parallel, "parallel.sequence_parallel", rule

@@ -55,9 +55,11 @@ class Model:
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the GPUs of a node; `bandwidth_gbps` is one GPU's in one direction, in GB/s."""
+    """What connects the GPUs of a node; `bandwidth_gbps` is one GPU's in one direction, in GB/s. On
+    `host` they reach no peer's memory, and NCCL goes through the machine's: the rate is NCCL's.
+    """
 
-    kind: Literal["nvlink", "pcie", "memory"]  # memory: emulated ranks of one CPU machine
+    kind: Literal["nvlink", "pcie", "host", "memory"]  # memory: ranks of the CPU, emulated
     bandwidth_gbps: Positive
 
 

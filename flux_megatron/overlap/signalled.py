@@ -26,7 +26,7 @@ from flux_megatron.kernels import launch
 from flux_megatron.kernels.hopper import gemm as hopper_gemm
 from flux_megatron.kernels.portable.signalled_gemm import Band, bands, ends_of, signalled_gemm
 from flux_megatron.overlap import collectives, gathered_bands, signalled_plans
-from flux_megatron.overlap.signalled_plans import SMS_OF_ONE
+from flux_megatron.overlap.band_shares import SMS_OF_ONE
 from flux_megatron.overlap.stage import communicator, stage_of
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Tile

@@ -20,7 +20,7 @@ import typer
 
 from flux_megatron.lab.measure import gpu_run
 from flux_megatron.lab.measure.gpu_run import Calls, Run
-from flux_megatron.overlap import signalled_plans
+from flux_megatron.overlap import band_shares, signalled_plans
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.tuning.timing import race
@@ -92,7 +92,7 @@ def plain_calls(run: Run, trial: Trial) -> Calls:
 def _name_of(problem: Problem, plan: Plan) -> str:
     """Tiles of each band, and SMs of the collectives."""
     rows = plan.group_rows
-    last = signalled_plans.rows_of(problem) - sum(rows)
+    last = band_shares.rows_of(problem) - sum(rows)
     tiles = [size // plan.tile.block_m for size in (*rows, last)]
     return f"{' '.join(map(str, tiles))}, {plan.comm_sms} SMs"
 

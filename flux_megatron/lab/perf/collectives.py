@@ -19,6 +19,9 @@ class Protocol(NamedTuple):
 
 
 ALL_REDUCE = (Protocol(8.6, 0.46), Protocol(23.6, 0.94))
+# Through host memory an all-reduce takes 1.72 to 1.81 times a reduce-scatter of as many bytes (2 x
+# H200, h200x2/machines.jsonl of 2026-11-29).
+THROUGH_HOST = Protocol(23.6, 1.13)
 # All-gather and reduce-scatter: 9 % off in the median, of .03 to 2 MB that a rank receives
 # (2 x H200, 2026-11-24, few_rows_bench.jsonl).
 FEW_BYTES = Protocol(latency_us=7.0, share=0.37)
@@ -32,7 +35,8 @@ def collective_us(hardware: Hardware, size_bytes: int, world_size: int) -> float
 
 def all_reduce_us(hardware: Hardware, size_bytes: float, world_size: int) -> float:
     """An all-reduce of `size_bytes`, which each rank has: there and back."""
-    return _fastest_us(hardware, 2 * size_bytes * (world_size - 1) / world_size, ALL_REDUCE)
+    protocols = ALL_REDUCE if hardware.peers else (ALL_REDUCE[0], THROUGH_HOST)
+    return _fastest_us(hardware, 2 * size_bytes * (world_size - 1) / world_size, protocols)
 
 
 def _fastest_us(hardware: Hardware, moved_bytes: float, protocols: tuple[Protocol, ...]) -> float:

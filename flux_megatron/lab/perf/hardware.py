@@ -13,7 +13,7 @@ from typing import Any
 
 from flux_megatron.errors import BadInput
 from flux_megatron.lab.perf.flops import PEAK_TFLOPS
-from flux_megatron.launch.workload import FP8, Cluster, Link
+from flux_megatron.launch.workload import FP8, Cluster, Link, Nics
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Hardware:
     flash_backward: float
     sustained: float = 1.0  # share of the GEMMs' rate that is left in a training step
     hopper: bool = True  # whether the kernels for sm_90 run; the portable ones run anywhere
+    peers: bool = True  # whether a GPU reaches the others' memory; else NCCL alone joins them
 
 
 # FP8: fitted to the 32 GEMMs of docs/results/h200x2/fp8_operations.jsonl, which it makes 4 % too
@@ -111,6 +112,8 @@ def _linked(hardware: Hardware, link: Link) -> Hardware:
     copy, nccl = H200.copy_gbps * share, H200.nccl_gbps * share
     if link.kind == "pcie":
         copy = nccl = PCIE_RING_SHARE * link.bandwidth_gbps
+    if link.kind == "host":
+        return replace(hardware, nccl_gbps=link.bandwidth_gbps, peers=False)
     return replace(hardware, copy_gbps=copy, nccl_gbps=nccl, store_gbps=H200.store_gbps * share)
 
 
@@ -133,8 +136,18 @@ A100_PCIE = _like_h200(
 GPUS = (H200, H100, H800, A100)
 
 
-def of(cluster: Cluster) -> Hardware:
-    """The facts of a cluster's GPU on its link. `BadInput` for an unknown one."""
+NIC_EFFICIENCY = 0.9  # assumed: what NCCL gets of a card's data rate with large messages
+
+
+def share_gbps(nics: Nics, gpus: int) -> float:
+    """What one of `gpus` that send at the same time gets of a node's cards, in GB/s."""
+    return NIC_EFFICIENCY * nics.bandwidth_gbps * min(1.0, nics.count / gpus)
+
+
+def of(cluster: Cluster, tp: int = 1) -> Hardware:
+    """The facts of a cluster's GPU on its link; of ranks on several nodes, on their cards.
+    `BadInput` for an unknown one.
+    """
     tokens = set(re.split(r"[^A-Z0-9]+", cluster.gpu.upper()))
     hardware = next((known for known in GPUS if known.name in tokens), None)
     if {"A100", "PCIE"} <= tokens:
@@ -143,13 +156,20 @@ def of(cluster: Cluster) -> Hardware:
         known = ", ".join(known.name for known in (*GPUS, A100_PCIE))
         raise BadInput(
             f"cluster {cluster.name}: gpu {cluster.gpu!r} on {cluster.link.kind} given, one of "
-            f"{known} on nvlink or pcie expected"
+            f"{known} on nvlink, pcie or host expected"
         )
-    return _linked(hardware, cluster.link)
+    hardware, nics = _linked(hardware, cluster.link), cluster.nics
+    if tp <= cluster.gpus_per_node or nics is None:
+        return hardware
+    # a ring enters and leaves each node once, and several have all of its cards
+    cards = cluster.gpus_per_node * share_gbps(nics, cluster.gpus_per_node)
+    latency_us = hardware.nccl_latency_us + nics.latency_us * tp / cluster.gpus_per_node
+    gbps = min(hardware.nccl_gbps, cards)
+    return replace(hardware, nccl_gbps=gbps, nccl_latency_us=latency_us, peers=False)
 
 
-def in_training(cluster: Cluster) -> Hardware:
+def in_training(cluster: Cluster, tp: int = 1) -> Hardware:
     """The same under the load of a training step, at its clocks. `BadInput` as `of`."""
-    hardware = of(cluster)
+    hardware = of(cluster, tp)
     rates = {dtype: rate * hardware.sustained for dtype, rate in hardware.tflops.items()}
     return replace(hardware, tflops=rates)

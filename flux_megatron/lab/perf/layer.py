@@ -13,7 +13,7 @@ from typing import NamedTuple
 from flux_megatron.lab.perf import linear, quantization
 from flux_megatron.lab.perf.collectives import all_reduce_us, collective_us
 from flux_megatron.lab.perf.gemm import gemm_us, pass_us
-from flux_megatron.lab.perf.hardware import H200, in_training
+from flux_megatron.lab.perf.hardware import H200, Hardware, in_training
 from flux_megatron.launch.workload import ELEMENT_BYTES, Workload
 
 # Measured over the least: what traces of stock Megatron's norms, activations and other small
@@ -67,6 +67,11 @@ def pieces(workload: Workload) -> list[Piece]:
     ]
 
 
+def _gpu(workload: Workload) -> Hardware:
+    """On the link of its tensor-parallel group."""
+    return in_training(workload.cluster, workload.parallel.tp)
+
+
 def _attention(workload: Workload) -> Piece:
     """Scores, softmax and weighted sum, causal, without dropout: by a flash kernel, of two GEMMs in
     forward and five in backward, which a causal mask halves; or by whole matrices of scores, which
@@ -74,7 +79,7 @@ def _attention(workload: Workload) -> Piece:
     writes one. Before that queries and keys are turned by rope, each read and written.
     """
     model, tp, dtype = workload.model, workload.parallel.tp, workload.training.dtype
-    hardware = in_training(workload.cluster)
+    hardware = _gpu(workload)
     heads, head_size, s = model.heads // tp, model.hidden // model.heads, model.seq_length
     if workload.training.flash_attention:
         us = 2 * workload.tokens * s * head_size * heads / (hardware.peak_tflops * 1e6)
@@ -98,7 +103,7 @@ def _attention(workload: Workload) -> Piece:
 
 def _quantization(workload: Workload, sizes: Mapping[str, tuple[int, int]]) -> list[Piece]:
     """The weights are quantized once a step."""
-    recipe, hardware = workload.training.fp8, in_training(workload.cluster)
+    recipe, hardware = workload.training.fp8, _gpu(workload)
     if recipe == "none":
         return []
     once = 1 / workload.micro_batches
@@ -110,7 +115,7 @@ def _quantization(workload: Workload, sizes: Mapping[str, tuple[int, int]]) -> l
 def _linear(workload: Workload, name: str, N: int, K: int, strategy: str | None = None) -> Piece:
     layer = _layer(workload, name, N, K)
     strategy = strategy or linear.STRATEGY[workload.arm]
-    return Piece(name, *linear.cost(layer, strategy, in_training(workload.cluster)))
+    return Piece(name, *linear.cost(layer, strategy, _gpu(workload)))
 
 
 def _layer(workload: Workload, name: str, N: int, K: int) -> linear.Linear:
@@ -146,7 +151,7 @@ def _userbuffers(workload: Workload) -> list[Piece]:
     if workload.model.linear_bias:
         elements = workload.tokens * workload.model.ffn // workload.parallel.tp
         size_gb = elements * ELEMENT_BYTES[workload.training.dtype] * 1e-9
-        memory = H200.memory_gbps / in_training(workload.cluster).memory_gbps
+        memory = H200.memory_gbps / _gpu(workload).memory_gbps
         us += USERBUFFERS_US_BY_GB * memory * size_gb
     return [Piece(USERBUFFERS, us / 2, us / 2)]
 
@@ -161,7 +166,7 @@ def _passes(
 
 
 def _memory_us(workload: Workload, size_bytes: float, kernels: int = 1) -> float:
-    return pass_us(in_training(workload.cluster), size_bytes, kernels)
+    return pass_us(_gpu(workload), size_bytes, kernels)
 
 
 def _rows(workload: Workload) -> int:
@@ -178,7 +183,7 @@ def embedding(workload: Workload) -> Piece:
     table = workload.padded_vocab // workload.parallel.tp * workload.model.hidden
     exchange = _all_reduce_us(workload, rows), 0.0
     if workload.parallel.sequence_parallel:
-        one = collective_us(in_training(workload.cluster), rows, workload.parallel.tp)
+        one = collective_us(_gpu(workload), rows, workload.parallel.tp)
         exchange = one, one
     # the table's gradient is zeroed, scattered into, and added to the fp32 gradient
     forward, backward = (
@@ -209,7 +214,7 @@ def head(workload: Workload) -> Piece:
 
 
 def _all_reduce_us(workload: Workload, size_bytes: int) -> float:
-    return all_reduce_us(in_training(workload.cluster), size_bytes, workload.parallel.tp)
+    return all_reduce_us(_gpu(workload), size_bytes, workload.parallel.tp)
 
 
 def optimizer_us(workload: Workload, parameters: int) -> float:

@@ -5,6 +5,7 @@
 | megatron | NCCL and GEMM, one after the other | x gathered under dgrad, dx scattered under wgrad | as forward |
 | hopper, fused, pipelined | ours, see `operator_cost` | the same | the same |
 | auto | the fastest of ours and megatron | the same | the same |
+| signalled | ours between GPUs that share no memory, see `signalled` | the same | the same |
 | te | a library GEMM per shard | a collective beside each GEMM | as forward |
 
 CUDA_DEVICE_MAX_CONNECTIONS is 1, as Megatron requires before Blackwell.
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from flux_megatron.lab.perf import signalled
 from flux_megatron.lab.perf.collectives import all_reduce_us, collective_us
 from flux_megatron.lab.perf.gemm import gemm_us
 from flux_megatron.lab.perf.hardware import Hardware
@@ -98,11 +100,14 @@ def operator_us(problem: Problem, strategy: str, hardware: Hardware) -> float:
     """AG+GEMM, GEMM+RS or GEMM+AR; for layout "nn" the whole backward of its layer."""
     if strategy == "auto":
         # the kernel for sm_90 on Hopper GPUs, the portable one elsewhere
-        ours = ("hopper" if hardware.hopper else "fused", "pipelined", "megatron")
-        return min(operator_us(problem, one, hardware) for one in ours)
+        by_peers = ("hopper" if hardware.hopper else "fused", "pipelined")
+        ours = by_peers if hardware.peers else ("signalled",)
+        return min(operator_us(problem, one, hardware) for one in (*ours, "megatron"))
     if strategy in ("hopper", "fused", "pipelined"):
         return predict_us(problem, strategy, hardware)
     gemms = gemms_us(problem, hardware)
+    if strategy == "signalled":
+        return signalled.predict_us(problem, hardware, moved_bytes(problem), gemms[1])
     if problem.pattern is Pattern.GEMM_AR:  # userbuffers have none
         summed = all_reduce_us(hardware, moved_bytes(problem), problem.world_size)
         if problem.is_backward:

@@ -11,10 +11,9 @@ import math
 
 from flux_megatron.errors import BadInput
 from flux_megatron.lab.perf.collectives import collective_us
-from flux_megatron.lab.perf.hardware import of
+from flux_megatron.lab.perf.hardware import of, share_gbps
 from flux_megatron.launch.workload import ELEMENT_BYTES, Nics, Workload
 
-NIC_EFFICIENCY = 0.9  # assumed: what NCCL gets of a card's data rate with large messages
 GRADIENT_BYTES = 4  # Megatron sums bf16's gradients in fp32
 
 
@@ -83,11 +82,6 @@ def _replicas_us(workload: Workload, size_bytes: int) -> float:
     received = size_bytes * (parallel.dp - 1) / parallel.dp
     latency_us = hardware.nccl_latency_us + nics.latency_us * math.ceil(parallel.dp / in_node)
     return latency_us + received / gbps * 1e-3
-
-
-def share_gbps(nics: Nics, gpus: int) -> float:
-    """What one of `gpus` that send at the same time gets of a node's cards, in GB/s."""
-    return NIC_EFFICIENCY * nics.bandwidth_gbps * min(1.0, nics.count / gpus)
 
 
 def _nics(workload: Workload) -> Nics:

@@ -61,11 +61,6 @@ def costs(workload: Workload) -> Costs:
         )
     if workload.model.experts:
         raise BadInput(f"{workload.model.experts} experts given: the cost model knows none")
-    if parallel.tp > workload.cluster.gpus_per_node:
-        raise BadInput(
-            f"{parallel.tp} tensor-parallel ranks given: the cost model knows them within a node, "
-            f"of {workload.cluster.gpus_per_node} GPUs"
-        )
     if training.fp8 != "none" and FP8 not in hardware.of(workload.cluster).tflops:
         raise BadInput(f"training.fp8 {training.fp8} given, {workload.cluster.gpu} has no FP8")
     ranks = memory.stages(workload)

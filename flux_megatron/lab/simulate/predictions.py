@@ -64,7 +64,7 @@ def predict(
     `BadInput` for what is wrong with the experiment, for an arm that it has not, and for a cluster
     that the cost model does not know.
     """
-    experiment = experiments.load(name, overrides).only([*arms])
+    experiment = experiments.load(name, overrides, [*arms])
     others = [
         _alternative(name, overrides, {key: value}, [*experiment.arms])
         for key, values in (experiment.sweep if alternatives else {}).items()
@@ -82,7 +82,7 @@ def _alternative(
     name: str, overrides: Mapping[str, Any], values: dict[str, Any], arms: list[Arm]
 ) -> Alternative:
     try:
-        experiment = experiments.load(name, {**overrides, **values}).only(arms)
+        experiment = experiments.load(name, {**overrides, **values}, arms)
     except ExperimentError as error:
         return Alternative(values, {}, error.rules[0][1])
     return Alternative(values, _steps(experiment))

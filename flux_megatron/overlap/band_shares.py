@@ -1,0 +1,54 @@
+"""Bands of `signalled`: shares of the rows, and how many communicators take turns at them.
+
+No torch: the cost model reads them too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from flux_megatron.problem import Problem
+
+# Rows of bands, as shares of all. A reduction's first and last band are exposed. A gather's GEMMs
+# begin with the local shard, so its last one alone is.
+GROUPS, EIGHT, SIXTEEN = (1,) * 4, (1,) * 8, (1,) * 16
+EDGES = 1, 2, 4, 4, 4, 4, 4, 4, 2, 2, 1
+# Communicators take turns at bands, each with so many SMs. A collective begins and ends beside
+# another, and several get more of a socket than one. Two H200 that NCCL joins by host memory,
+# GEMM+RS 16384 x 8192 x 8192 in eight equal bands by 4 SMs: 5868 us by one communicator, 5484 by
+# two. Beside 4 SMs of collectives a GEMM takes a fifth longer, beside 2 less, but one collective
+# then takes a third longer (h200x2/machines.jsonl).
+SMS_OF_ONE = 2
+
+
+def shares_of(problem: Problem) -> list[tuple[Sequence[int], int]]:
+    """Of the candidates: bands, and how many communicators. Without one a gather runs beside a
+    library's GEMMs, which hold all SMs, but multiply the rows of several ranks at once, which ours
+    do not.
+    """
+    wanted: list[tuple[Sequence[int], int]]
+    if problem.spec.gathers:
+        wanted = [(EIGHT, 2), (GROUPS, 1), (EIGHT, 3)]
+        wanted.insert(0 if problem.world_size > 2 else len(wanted), (GROUPS, 0))
+    else:
+        wanted = [(shares, 3) for shares in (EDGES, SIXTEEN, GROUPS)]
+    return wanted
+
+
+def rows_of(problem: Problem) -> int:
+    """That `group_rows` divides."""
+    return problem.M_shard if problem.spec.scatters or problem.spec.gathers else problem.M
+
+
+def group_rows_of(rows: int, block_m: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """Of all bands but the last: whole tiles, as long as there are some."""
+    tiles, total, found = math.ceil(rows / block_m), sum(shares), []
+    left = tiles
+    for share in shares[:-1]:
+        taken = math.ceil(tiles * share / total)
+        if taken >= left:
+            break
+        found.append(taken * block_m)
+        left -= taken
+    return tuple(found)
