@@ -59,7 +59,7 @@ def test_json_to_stdout_is_all_that_is_printed():
 def test_the_page_has_what_is_predicted_for_a_width(name, tp, tokens):
     """The page's command, with the widths of each row."""
     page = (Path(__file__).parents[2] / "docs/reference/cost_model.md").read_text()
-    (command,) = re.findall(r"^flux-megatron (simulate .*)$", page, re.MULTILINE)
+    command, _of_host = re.findall(r"^flux-megatron (simulate .*)$", page, re.MULTILINE)
     (row,) = [line for line in page.splitlines() if line.startswith(f"| {name}:")]
     cells = row.split("|")
     printed = cells[2 + (2, 4, 8).index(tp)].split(", ")

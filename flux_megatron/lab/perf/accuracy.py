@@ -43,9 +43,8 @@ def of(workload: Workload) -> Accuracy:
     `hardware.of`.
     """
     cluster, in_fp8 = workload.cluster, workload.training.fp8 != "none"
-    name, link = hardware.of(cluster).name, cluster.link.kind
-    if workload.parallel.tp > cluster.gpus_per_node:
-        link = "network cards"
+    between_nodes = workload.parallel.tp > cluster.gpus_per_node
+    name, link = hardware.of(cluster).name, "cards" if between_nodes else cluster.link.kind
     what = f"{name} in FP8" if in_fp8 else name
     unknown = Accuracy(None, None, f"no step is measured or published for {what} on {link}")
     return (KNOWN_IN_FP8 if in_fp8 else KNOWN).get((name, link), unknown)
