@@ -109,6 +109,7 @@ class Work(Operands):
         token, or all tokens to the last one.
         """
         operations.fill(self.made, self.x, self.dy, self.w, self.v, self.weights)
+        self.weights.masked_fill_(self.weights == 0, 1.0)  # TransformerEngine takes 0 for padding
         self._choose(self.case.topk - self.calls % 5 // 3)
         if self.calls % 5 == 4:
             self.chosen.zero_()[:, -1] = True
