@@ -18,6 +18,7 @@ Case = tuple[str, ...]
 MODELS = {
     "gpt3-175b": "GPT-3 175B", "llama2-70b": "Llama-2 70B", "llama3-8b": "Llama-3 8B",
     "qwen3-8b": "Qwen3-8B", "qwen3-14b": "Qwen3-14B", "qwen3-32b": "Qwen3-32B",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B", "gpt-oss-20b": "gpt-oss-20b", "mixtral-8x7b": "Mixtral 8x7B",
 }  # fmt: skip
 
 

@@ -31,7 +31,32 @@ def _of_iterations(root: Path) -> Iterator[Cells]:
         middle, low, high = gain(race)
         *case, tokens, remark = race.case
         yield (race.gpus, *case, tokens + remark, *times, f"{middle} ({low} to {high})",
-               str(race.arms["flux"].get("E", "-")), race.commit)  # fmt: skip
+               str(race.arms["flux"].get("E") or "-"), race.commit)  # fmt: skip
+
+
+def _of_experts_iterations(root: Path) -> Iterator[Cells]:
+    def case_and_arm(_: str, row: Row) -> tuple[Case, str]:
+        tp, dp = row["tp"], row["dp"]
+        ranks = f"EP {tp * dp}" if tp == 1 else f"TP {tp}, EP {tp * dp}"
+        sizes = str(row["layers"]), f"{row['M']} x {row['micro_batches']}"
+        return (ranks, model(row["model"]), *sizes), row["arm"]
+
+    arms = "stock", "overlap_moe_expert_parallel_comm", "deepep", "flux", "without_collectives"
+    results, names = root / "docs/results", ("experts_iterations",)
+    for race in races(results, names, case_and_arm, ("stock", "flux")):
+        times = (race.time(arm, "median_ms") for arm in arms)
+        middle, low, high = gain(race)
+        yield race.gpus, *race.case, *times, f"{middle} ({low} to {high})", race.commit
+
+
+def _of_layers_of_experts(root: Path) -> Iterator[Cells]:
+    names = "once", "by expert", "nccl", "nccl + sync", "deepep", "deepep + sync"
+    for gpus, _, row in rows(root / "docs/results", "expert_layers"):
+        us = {name: median(times) for name, times in row["times_us"].items()}
+        sizes = f"{row['model']}, {row['tokens']} tokens, skew {row['skew']}"
+        times = (f"{us[name]:.0f}" if name in us else "-" for name in names)
+        over = (f"{us[name] / us['once']:.2f}" if name in us else "-" for name in names[-2:])
+        yield gpus, str(row["tp"]), sizes, row["direction"], *times, *over, row["commit"]
 
 
 def _of_layers(root: Path) -> Iterator[Cells]:
@@ -230,6 +255,8 @@ def _of_losses(root: Path) -> Iterator[Cells]:
 
 TABLES: dict[str, Callable[[Path], Iterable[Cells]]] = {  # by the heading of the page
     "Whole iterations": _of_iterations,
+    "Whole iterations with experts": _of_experts_iterations,
+    "Layers of experts": _of_layers_of_experts,
     "One layer": _of_layers,
     "FP8: MLPs": lambda root: _of_fp8_layers(root, ("fp8_blockwise", "fp8_layers")),
     "FP8: MLPs from CUDA graphs": lambda root: _of_fp8_layers(root, ("fp8_graphs",), "_graph"),
