@@ -25,9 +25,10 @@ from flux_megatron.expert_parallel import activation, once, ops, separate
 from flux_megatron.integration import arm, expert_parameters
 
 LINEARS = ("linear_fc1", "linear_fc2")
-for module in (activations, fused_bias_geglu):  # the second has it from 0.15 on
-    if quick_gelu := getattr(module, "quick_gelu", None):
-        activation.NAMES[quick_gelu] = "quick_gelu"
+activation.NAMES |= {  # the second has it from 0.15 on
+    module.quick_gelu: "quick_gelu"
+    for module in (activations, fused_bias_geglu) if hasattr(module, "quick_gelu")
+}  # fmt: skip
 
 
 class _Forward:
@@ -200,12 +201,15 @@ class FluxGroupedExperts(_Separate, stock.TEGroupedMLP):
     """Takes the place of `TEGroupedMLP`; TransformerEngine holds the parameters."""
 
     def _parameters_of(self, name: str) -> list[Any]:
-        linear = getattr(self, name)
-        return [getattr(linear, f"weight{expert}") for expert in range(self.num_local_experts)]
+        return self._of_experts(name, "weight")
 
     def _biases_of(self, name: str) -> list[Any]:
-        linear = getattr(self, name)
-        return [getattr(linear, f"bias{expert}") for expert in range(self.num_local_experts)]
+        return self._of_experts(name, "bias")
+
+    def _of_experts(self, name: str, kind: str) -> list[Any]:
+        """From the module's own dict: `getattr` takes the host .1 ms a layer of 64 experts."""
+        found = getattr(self, name)._parameters
+        return [found[f"{kind}{expert}"] for expert in range(self.num_local_experts)]
 
     def _linears(self) -> list[torch.nn.Module]:
         return [getattr(self, name) for name in LINEARS]
