@@ -21,7 +21,7 @@ from megatron.core.fusions import fused_bias_geglu
 from megatron.core.transformer.moe import experts as stock
 from torch import Tensor
 
-from flux_megatron.expert_parallel import activation, once, ops, separate
+from flux_megatron.expert_parallel import activation, kept_rows, once, ops, separate
 from flux_megatron.integration import arm, expert_parameters
 
 LINEARS = ("linear_fc1", "linear_fc2")
@@ -151,31 +151,36 @@ class _Separate(_Forward):
         group, reverse = self.ep_group, once.lie_in_reverse(first)
         if reverse:  # rows lie as parameters do
             first, second = first[::-1], second[::-1]
-        routes, weights = once.route(
-            chosen, probs, group, topk=self.config.moe_router_topk, reverse=reverse,
-            capacity=self._most_of(len(x)),
-        )  # fmt: skip
-        rows = once.send(x, routes, group)
-        hidden = once.multiply(rows, first, routes, wgrad)
-        y = self._after_activation(
-            lambda rows: once.multiply(rows, second, routes, wgrad),
-            hidden, routes.received, self._bias_of_rows("linear_fc1", reverse), weights,
-        )  # fmt: skip
-        if (bias := self._bias_of_rows("linear_fc2", reverse)) is not None:
-            y = activation.biased(y, bias, routes.received, weights)
+        topk, capacity = self.config.moe_router_topk, self._most_of(len(x))
+        with kept_rows.keeping(capacity, topk * len(x), x.device) as kept:
+            routes, weights = once.route(
+                chosen, probs, group, topk=topk, capacity=capacity, reverse=reverse
+            )
+            rows = once.send(x, routes, group)
+            hidden = once.multiply(rows, first, routes, wgrad)
+            y = self._after_activation(
+                lambda rows: once.multiply(rows, second, routes, wgrad),
+                hidden, routes.received, self._bias_of_rows("linear_fc1", reverse), weights,
+            )  # fmt: skip
+            if (bias := self._bias_of_rows("linear_fc2", reverse)) is not None:
+                y = activation.biased(y, bias, routes.received, weights)
+            kept.counted(routes.received)
         return once.give_back(y, routes, group)
 
     def _multiplied(self, x: Tensor, counts: Tensor, capacity: int) -> Tensor:
         first, second, wgrad = self._there()
         group = self.ep_group
-        hidden, received = separate.a2a_gemm(
-            x, first, counts, group, capacity=capacity, wgrad=wgrad
-        )
 
         def combined(rows: Tensor) -> Tensor:
             return separate.gemm_a2a(rows, second, counts, group, tokens=len(x), wgrad=wgrad)
 
-        return self._after_activation(combined, hidden, received, self._bias("linear_fc1"))
+        with kept_rows.keeping(capacity, len(x), x.device) as kept:
+            hidden, received = separate.a2a_gemm(
+                x, first, counts, group, capacity=capacity, wgrad=wgrad
+            )
+            y = self._after_activation(combined, hidden, received, self._bias("linear_fc1"))
+            kept.counted(received)
+        return y
 
     def _fuses_wgrad(self, parameters: list[Any]) -> bool:
         """Gradients of Megatron's FSDP, and of experts of which some are frozen, go by autograd."""

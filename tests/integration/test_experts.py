@@ -23,6 +23,7 @@ from megatron.core.transformer.moe import moe_layer, moe_utils
 from ranks import on_cpu_ranks
 
 import flux_megatron
+from flux_megatron.expert_parallel import kept_rows
 from flux_megatron.integration import arm, expert_layers, experts, install, requirements
 from flux_megatron.integration.flags import options_from
 from flux_megatron.lab.train.specs import gpt_block_spec
@@ -173,6 +174,29 @@ ONCE = CASES | MORE | {"dropped": DROPPED}
 def test_losses_where_a_token_travels_once(rank, case):
     as_of_the_stock_dispatcher(rank, 12, ONCE[case])
     assert not flux_megatron.report().calls  # none that sends rows once an expert
+
+
+@pytest.mark.parametrize("once", ["0", "1"])
+@pytest.mark.parametrize("case", ["swiglu, empty experts", "recomputed activations"])
+@on_cpu_ranks(2, environment={"FLUX_MEGATRON_EXPERTS_ONCE": "{once}"})
+def test_losses_where_rows_are_kept_at_their_size(rank, case):
+    """As with more ranks than are here. All but the last two layers of a step are copied."""
+    shrunk = []
+    shrink = kept_rows.Kept.shrink
+
+    def noted(kept: kept_rows.Kept) -> None:
+        shrunk.append(len(kept.packed))
+        shrink(kept)
+        whole = [one for one in kept.packed if one.tensor.untyped_storage().size()]
+        assert {len(one.tensor) for one in whole} <= {int(kept._count)}
+
+    with (
+        mock.patch.multiple(kept_rows, TIMES=0, MOST=1),
+        mock.patch.object(kept_rows.Kept, "shrink", noted),
+    ):
+        as_of_the_stock_dispatcher(rank, 7, {**CASES, **MORE}[case])
+    # of the last layer of a step nothing is left when the next step begins
+    assert [count > 0 for count in shrunk] == [True, False] * (STEPS - 1) + [True]
 
 
 @on_cpu_ranks(1)
