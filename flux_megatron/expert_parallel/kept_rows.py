@@ -73,6 +73,8 @@ class _Packed:
 
     def shrink(self, rows: int) -> None:
         if self.tensor.untyped_storage().size():  # else Megatron makes it again for backward
+            if self.tensor.is_cuda:  # the layer may have been on another stream, in a warm-up
+                self.tensor.record_stream(torch.cuda.current_stream(self.tensor.device))
             self.tensor = self.tensor[:rows].clone()
 
     def whole(self) -> Tensor:
