@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m flux_megatron.preflight", description=__doc__, allow_abbrev=False
     )
     parser.add_argument("--gpus", type=int, required=True, help="that this node must have")
-    parser.add_argument("--link", choices=("nvlink", "pcie"), required=True)
+    parser.add_argument("--link", choices=("nvlink", "pcie", "host"), required=True)
     parser.add_argument("--allreduce-gbps", type=float, help="least bus bandwidth over all GPUs")
     parser.add_argument("--sm-mhz", type=int, help="least SM clock under GEMMs")
     parser.add_argument("--verdict", type=Path, required=True, metavar="FILE")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import types
 from itertools import count
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 
+from flux_megatron.launch.workload import Link
 from flux_megatron.preflight import allreduce, gpus, load
 from flux_megatron.preflight.__main__ import main, verdict
 from flux_megatron.preflight.finding import Finding, NotChecked, output_of
@@ -142,8 +144,9 @@ def test_verdict_is_one_line(tmp_path, monkeypatch):
     assert verdict(findings) == "unfit: b; d; not checked: c"
     assert verdict(findings[:1]) == "fit"
     monkeypatch.setattr(gpus.shutil, "which", lambda name: None)
-    main(["--gpus", "2", "--link", "pcie", "--verdict", str(tmp_path / "node")])
-    assert (tmp_path / "node").read_text().startswith("fit; not checked: errors, links")
+    for link in {*get_args(get_type_hints(Link)["kind"])} - {"memory"}:  # of ranks of the CPU
+        main(["--gpus", "2", "--link", link, "--verdict", str(tmp_path / link)])
+        assert (tmp_path / link).read_text().startswith("fit; not checked: errors, links")
 
 
 @pytest.mark.parametrize(("least", "status"), [(230.0, "ok"), (230.1, "unfit")])
