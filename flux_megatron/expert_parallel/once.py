@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from flux_megatron.dispatch import refuse
 from flux_megatron.expert_parallel import once_calls
-from flux_megatron.expert_parallel.separate import Wgrad, _whole, plain_wgrad
+from flux_megatron.expert_parallel.separate import Wgrad, _whole, plain_wgrad, whole_wgrad
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.experts.token_call import Routes
 from flux_megatron.kernels.experts.weights import ExpertWeights, as_one
@@ -78,11 +78,13 @@ def give_back(rows: Tensor, routes: Routes, group: ProcessGroup) -> Tensor:
 
 
 def multiply(
-    rows: Tensor, parameters: Sequence[Tensor], routes: Routes, wgrad: Wgrad | None = None
+    rows: Tensor, parameters: Sequence[Tensor] | Tensor, routes: Routes, wgrad: Wgrad | None = None
 ) -> Tensor:
-    """Each expert's rows times its parameter [N, K], of which the first is that of the first rows;
-    `wgrad` makes or keeps dw.
+    """Each expert's rows times its parameter [N, K], of which the first is that of the first rows,
+    or its of one [E, N, K]; `wgrad` makes or keeps dw.
     """
+    if isinstance(parameters, Tensor):
+        return _Multiply.apply(rows, routes, whole_wgrad, parameters)
     return _Multiply.apply(rows, routes, wgrad or plain_wgrad, *parameters)
 
 

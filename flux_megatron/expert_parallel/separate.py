@@ -50,6 +50,13 @@ def plain_wgrad(
     return weight_gradient(dy, x, received).unbind(0)
 
 
+def whole_wgrad(
+    parameters: Sequence[Tensor], dy: Tensor, x: Tensor, received: Tensor
+) -> Sequence[Tensor]:
+    """That of one parameter [E, N, K]."""
+    return (weight_gradient(dy, x, received),)
+
+
 def add_weight_gradients(into: Sequence[Tensor], dy: Tensor, x: Tensor, received: Tensor) -> None:
     """Add each expert's gradient to its own of `into` [N, K], where these lie if that can be."""
     if view := as_one(into):
@@ -83,7 +90,9 @@ def _keeps(parameters: Sequence[Tensor]) -> bool:
 
 
 def _whole(parameters: Sequence[Tensor]) -> ExpertWeights:
-    """All parameters as they lie, or copied."""
+    """All parameters as they lie, or copied; one [E, N, K] as it is."""
+    if parameters[0].dim() == 3:
+        return ExpertWeights(parameters[0].detach())
     if found := as_one(parameters):
         return found
     first = parameters[0]

@@ -130,12 +130,12 @@ class Work(Operands):
         routes, of_rows = once.route(
             self.chosen, weights, group, topk=self.case.topk, capacity=self.capacity
         )
-        hidden = once.multiply(once.send(x, routes, group), w.unbind(0), routes)
+        hidden = once.multiply(once.send(x, routes, group), w, routes)
         if self.gated:
             hidden = activation.gated(hidden, routes.received, F.silu, of_rows)
         else:
             hidden = activation.scaled(hidden, of_rows)
-        return once.give_back(once.multiply(hidden, v.unbind(0), routes), routes, group)
+        return once.give_back(once.multiply(hidden, v, routes), routes, group)
 
     def by_expert(self, rows: Tensor, weights: Tensor, w: Tensor, v: Tensor) -> Tensor:
         group = self.run.group
