@@ -18,6 +18,7 @@ from started import python
 
 import flux_megatron
 from flux_megatron.integration import arm, comparison
+from flux_megatron.kernels.experts import token_routes, token_rows
 from flux_megatron.lab.bench import operations
 from flux_megatron.lab.measure import (
     breakdown,
@@ -274,6 +275,17 @@ def test_an_iteration_without_collectives_says_what_its_copies_took(capsys, monk
     with without_collectives.left_out():
         assert not without_collectives._copied
     assert megatron_jobs.COPIES.findall(capsys.readouterr().out) == ["0.750"]
+
+
+def test_kernels_of_experts_have_kinds_of_their_own():
+    made = (token_rows, "send_tokens return_tokens"), (token_routes, "exchange_choices place_rows")
+    gradients = token_routes, "return_gradients collect_gradients"
+    for module, names in (*made, gradients):
+        for name in names.split():
+            kernel = getattr(module, f"{name}_kernel").__name__
+            assert breakdown.kind_of(kernel) == "tokens of experts"
+    assert breakdown.kind_of("_permute_kernel") == "rows of experts"
+    assert breakdown.kind_of("hopper_a2a_gemm_kernel") == "linear"
 
 
 def test_time_in_which_only_communication_runs(tmp_path):

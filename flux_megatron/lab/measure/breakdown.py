@@ -29,11 +29,13 @@ KINDS = {
     "attention": r"sdpa|flash|fmha|attention",
     "optimizer": r"multi_tensor|adam|l2norm|normtwo",  # the last looks for NaN in gradients
     "norm": r"norm",
+    "tokens of experts": r"(send|return)_tokens|choices|place_rows|(return|collect)_gradients",
+    "rows of experts": r"permute|sort_chunks|row_id",
     "linear": r"gemm|nvjet|xmma|cutlass|cublas",
     "sum of parts": r"reduce_received",
     "copy": r"^memcpy|^memset",
 }  # the first that is found; "other" otherwise
-COMMUNICATION = ("collective", "wait", "copy")
+COMMUNICATION = ("collective", "wait", "tokens of experts", "copy")
 
 
 def activities(trace: Path) -> list[tuple[str, Interval]]:
