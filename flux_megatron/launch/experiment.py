@@ -8,7 +8,7 @@ docs/cluster.md has the format. No torch: experiments are read where they are su
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -52,12 +52,6 @@ class Experiment:
         """Of all arms."""
         return next(iter(self.arms.values())).cluster
 
-    def only(self, arms: Sequence[str]) -> Experiment:
-        """The experiment with these of its arms alone, or with all where none is named."""
-        kept = _kept(arms, [*self.arms])
-        of_kept = {arm: self.extra_arguments[arm] for arm in kept}
-        return replace(self, arms={arm: self.arms[arm] for arm in kept}, extra_arguments=of_kept)
-
 
 def names() -> list[str]:
     """The experiments we ship."""
@@ -87,7 +81,8 @@ def find(name_or_path: str) -> tuple[str, Path]:
     return name_or_path, known[name_or_path]
 
 
-def _kept(wanted: Sequence[str], there: Sequence[Arm]) -> list[Arm]:
+def chosen(wanted: Sequence[str], there: Sequence[Arm]) -> list[Arm]:
+    """Those of the arms that are wanted; all where none is named. `LaunchError` for others."""
     if unknown := [arm for arm in wanted if arm not in there]:
         raise LaunchError(f"arms {unknown} given, some of {[*there]} expected")
     return [arm for arm in there if arm in wanted or not wanted]
@@ -114,7 +109,7 @@ def load(
     arguments: dict[Arm, list[str]] = {}
     if not file.arms:
         wrong.append(("arms", f"none given, some of {[*ARMS]} expected, as `flux: {{}}`"))
-    for arm in _kept(only, [one for one in ARMS if one in file.arms]):
+    for arm in chosen(only, [one for one in ARMS if one in file.arms]):
         own = file.arms[arm]
         parts = merge({key: tree[key] for key in SECTIONS}, {"arm": arm})
         merge(parts, {"parallel": own.parallel, "training": own.training})

@@ -138,21 +138,21 @@ def prepare(
 
     `rounds` None: those of the run that is resumed, or ROUNDS where there are several arms.
     """
-    loaded = experiment.load(name, config_files.overrides(overrides, experiment.EXAMPLE))
-    run = option_values.absolute(run or Path("runs") / loaded.name)
+    values = config_files.overrides(overrides, experiment.EXAMPLE)
+    run = option_values.absolute(run or Path("runs") / experiment.find(name)[0])
     if resume:
         first, rounds = _resumed(run, rounds)
-        kept = loaded.only(tuple(run_folder.read(first).arms))
+        kept = experiment.load(name, values, tuple(run_folder.read(first).arms))
         run_folder.refuse_other(first, kept)
     else:
-        kept = loaded.only(arms)
+        kept = experiment.load(name, values, arms)
         if rounds is not None and rounds > MOST_ROUNDS:
             why = "each trains every arm anew, in one job"
             raise LaunchError(f"--alternate {rounds} given, at most {MOST_ROUNDS} expected: {why}")
         rounds = (ROUNDS if len(kept.arms) > 1 else 0) if rounds is None else rounds
     if save_interval is None:  # none of Megatron's, which may be terabytes
-        steps = next(iter(loaded.arms.values())).training.steps
-        save_interval = max(1, steps // 10) if loaded.program == "train" else 0
+        steps = next(iter(kept.arms.values())).training.steps
+        save_interval = max(1, steps // 10) if kept.program == "train" else 0
     options = RunOptions(
         run=run,
         site=site.load(site_file, sbatch_options, variables),
@@ -165,7 +165,8 @@ def prepare(
         one: {arm: scripts.files(kept, arm, options, run / one / arm) for arm in kept.arms}
         for one in [f"round-{number}" for number in range(1, rounds + 1)] or [""]
     }
-    started = [str(Path(one, arm)) for one in files for arm in kept.only(arms).arms]
+    these = experiment.chosen(arms, [*kept.arms])
+    started = [str(Path(one, arm)) for one in files for arm in these]
     job = scripts.job(kept, options, started, resume)
     return Prepared(kept, options, resume, files, started, job)
 

@@ -11,7 +11,7 @@ import yaml
 from without_torch import without_torch
 
 from flux_megatron.config_files import flat, overrides
-from flux_megatron.launch.errors import ExperimentError
+from flux_megatron.launch.errors import ExperimentError, LaunchError
 from flux_megatron.launch.experiment import load, names
 
 ROOT = Path(__file__).parents[2]
@@ -293,3 +293,17 @@ def test_all_load_where_there_is_neither_torch_nor_triton():
     code = "from flux_megatron.launch.experiment import load, names\n"
     code += "import json; print(json.dumps([load(name).name for name in names()]))"
     assert json.loads(without_torch(code=code, more=("numpy",)).stdout) == ALL
+
+
+def test_what_forbids_an_arm_forbids_no_other():
+    """Userbuffers do not span nodes; Megatron and ours do."""
+    over_nodes = {
+        "cluster.nodes": 2, "cluster.gpus_per_node": 2,
+        "cluster.nics": {"count": 1, "bandwidth_gbps": 50.0, "latency_us": 5.0},
+    }  # fmt: skip
+    name = "node/llama2-70b-8-layers_h200"
+    with pytest.raises(ExperimentError, match="arm te overlaps only within one"):
+        load(name, over_nodes)
+    assert [*load(name, over_nodes, ["flux", "megatron"]).arms] == ["megatron", "flux"]
+    with pytest.raises(LaunchError, match="some of .*'megatron', 'te', 'flux'.* expected"):
+        load(name, {}, ["fluxx"])
