@@ -305,5 +305,5 @@ def test_what_forbids_an_arm_forbids_no_other():
     with pytest.raises(ExperimentError, match="arm te overlaps only within one"):
         load(name, over_nodes)
     assert [*load(name, over_nodes, ["flux", "megatron"]).arms] == ["megatron", "flux"]
-    with pytest.raises(LaunchError, match="some of .*'megatron', 'te', 'flux'.* expected"):
+    with pytest.raises(LaunchError, match=r"some of .*'megatron', 'te', 'flux'.* expected"):
         load(name, {}, ["fluxx"])
