@@ -15,7 +15,7 @@ from test_signalled_experts import plan_of
 from torch import Tensor
 
 import flux_megatron
-from flux_megatron.expert_parallel import ops, separate, wgrad
+from flux_megatron.expert_parallel import ops, separate
 from flux_megatron.expert_parallel.wgrad import add_weight_gradient
 from flux_megatron.kernels.experts.weights import ExpertWeights, as_one
 from flux_megatron.kernels.experts.wgrad import expert_wgrad
@@ -41,20 +41,6 @@ def test_one_distance_is_one_view(rows, reverse):
         assert found.of(expert).data_ptr() == matrix.data_ptr()
         assert_exact(found.rows()[found.first + expert * found.pitch :][:N], matrix)
     assert (one.matrices.shape, one.pitch, one.first) == ((1, N, K), N, 0)
-
-
-@pytest.mark.parametrize("rows", [N, N + 3])
-@pytest.mark.parametrize(("reverse", "most"), [(False, 1), (True, 1), (True, 1 << 20)])
-def test_gradients_of_all_experts_are_added_at_once(rows, reverse, most, monkeypatch):
-    """Where they lie, in bf16 to fp32, with and without a copy in reverse."""
-    monkeypatch.setattr(wgrad, "FLIPPED_BYTES", most)
-    into, dw = apart(rows, reverse), torch.arange(E * N * K).view(E, N, K).bfloat16()
-    right = [matrix + own.float() for matrix, own in zip(into, dw, strict=True)]
-    wgrad.add_all(as_one(into), dw)
-    for matrix, one in zip(into, right, strict=True):
-        assert_exact(matrix, one)
-    between = as_one(into).rows()
-    assert int(between.isnan().all(1).sum()) == len(between) - E * N
 
 
 def of_other_storages() -> list[Tensor]:

@@ -1,10 +1,10 @@
 """What experts keep of their rows for backward, at the size of the rows that came.
 
 No host knows how many rows come, so buffers are of the most that could: as many times what comes
-on average as there are ranks, where each has as many experts as a token chooses. With eight ranks
-no GPU has the memory for a model's layers. So the rows' number follows the layer to the host, and
-when it is there, the layers behind have begun and what was kept is copied to memory of its size. In
-backward the rows lie in a whole buffer again, of one layer at a time.
+on average as there are ranks, where each has as many experts as a token chooses. So their number
+follows the layer to the host, and when it is there, the layers behind have begun and what was kept
+is copied to memory of its size. In backward the rows lie in a whole buffer again, of one layer at a
+time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from flux_megatron.symm.device import capturing
 
-# Buffers this many times as large as the rows that come on average are copied: with four ranks the
-# memory may be there, and two copies of each kept row take some .3 ms a layer of Qwen3-30B-A3B.
+# Buffers more than this many times as large as the rows that come on average are copied: with four
+# ranks the memory may be there, and each kept row is copied twice.
 TIMES = 4
 MOST = 2  # layers that keep whole buffers; the host waits for the one before them
 _open: deque[Kept] = deque()

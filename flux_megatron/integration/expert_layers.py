@@ -206,15 +206,12 @@ class FluxGroupedExperts(_Separate, stock.TEGroupedMLP):
     """Takes the place of `TEGroupedMLP`; TransformerEngine holds the parameters."""
 
     def _parameters_of(self, name: str) -> list[Any]:
-        return self._of_experts(name, "weight")
+        linear = getattr(self, name)
+        return [getattr(linear, f"weight{expert}") for expert in range(self.num_local_experts)]
 
     def _biases_of(self, name: str) -> list[Any]:
-        return self._of_experts(name, "bias")
-
-    def _of_experts(self, name: str, kind: str) -> list[Any]:
-        """From the module's own dict: `getattr` takes the host .1 ms a layer of 64 experts."""
-        found = getattr(self, name)._parameters
-        return [found[f"{kind}{expert}"] for expert in range(self.num_local_experts)]
+        linear = getattr(self, name)
+        return [getattr(linear, f"bias{expert}") for expert in range(self.num_local_experts)]
 
     def _linears(self) -> list[torch.nn.Module]:
         return [getattr(self, name) for name in LINEARS]

@@ -17,7 +17,7 @@ from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Problem
 
 TILE_M, TILE_N = 128, 256
-# Fitted to the 108 calls of docs/results/h200x2/machines.jsonl of 2026-11-29 (2 x H200 that NCCL
+# Fitted to the 96 calls of docs/results/h200x2/machines.jsonl of 2026-11-29 (2 x H200 that NCCL
 # joins through host memory, ab8e31bf and b3a3e96b), with their own times of GEMM and collective:
 # 5 % off in the root mean square, 13 % too short to 9 % too long.
 BESIDE = 1.2  # a GEMM beside collectives of several communicators, by its time alone
