@@ -20,12 +20,12 @@ run (`--arms`), one after the other on the same GPUs:
   the third arm gains that ours gains.
 - te, `--tp-comm-overlap`: TransformerEngine's layers and userbuffers, `--timed` iterations after
   `WARM_UP`.
-- flux: ours alone, as many.
+- stock, flux: stock or ours alone, as many.
 - experts: Megatron's experts, whose all-to-all hides behind another micro-batch, as many.
 - deepep: Megatron's experts with DeepEP as their dispatcher, as many.
 - graphs: layers are captured in CUDA graphs, where the host takes no time. One process cannot
   switch between arms then: stock Megatron's (of TransformerEngine's layers) and ours take turns,
-  twice.
+  twice. Of layers with experts stock captures what comes before the dispatch, ours all.
 
 All run with TransformerEngine's attention and optimizer where it is installed, and with our kernel
 for fused weight gradients where apex is not. A process imports Megatron while the one before it
