@@ -18,7 +18,7 @@ import flux_megatron
 from flux_megatron.expert_parallel import ops, separate
 from flux_megatron.expert_parallel.wgrad import add_weight_gradient
 from flux_megatron.kernels.experts.weights import ExpertWeights, as_one
-from flux_megatron.kernels.experts.wgrad import expert_wgrad
+from flux_megatron.kernels.experts.wgrad import add_gradients, expert_wgrad
 
 E, N, K = 3, 4, 8
 
@@ -158,7 +158,7 @@ def test_gradients_over_rows_of_all_ranks_are_rounded_once(into):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize("by_kernel", [False, True, "made before"])
 def test_gradients_are_added_where_they_lie(reverse, by_kernel):
     sizes = (5, 0, 33)
     made = torch.Generator().manual_seed(0)
@@ -167,7 +167,9 @@ def test_gradients_are_added_where_they_lie(reverse, by_kernel):
     view = laid(torch.full((3, 20, 70), 2.0, device=DEVICE), reverse)
     into = ExpertWeights(view, reverse)
     received = torch.tensor([[5, 0, 3], [0, 0, 30]], dtype=torch.int32, device=DEVICE)
-    if by_kernel:
+    if by_kernel == "made before":
+        add_gradients(into, right)
+    elif by_kernel:
         expert_wgrad(a, b, received.sum(0).cumsum(0).to(torch.int32), into)
     else:
         add_weight_gradient(into, a, b, received)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.experts.weights import ExpertWeights
-from flux_megatron.kernels.experts.wgrad import expert_wgrad
+from flux_megatron.kernels.experts.wgrad import add_gradients, expert_wgrad
 
 
 def weight_gradient(a: Tensor, b: Tensor, received: Tensor) -> Tensor:
@@ -29,16 +29,15 @@ def weight_gradient(a: Tensor, b: Tensor, received: Tensor) -> Tensor:
 def add_weight_gradient(into: ExpertWeights, a: Tensor, b: Tensor, received: Tensor) -> None:
     """into += dw, which is formed as in `weight_gradient`; `into` [E, M, N] may be fp32.
 
-    The portable kernel adds its sums itself. On Hopper the library's GEMM makes dw first: it is
-    read once more, but not copied.
+    The portable kernel adds its sums itself. On Hopper the library's GEMM makes dw first, and one
+    launch adds it for all experts.
     """
     if not _by_kernel(a):
         dtype = into.matrices.dtype
         for expert, (left, right) in enumerate(_rows(a, b, received)):
             into.of(expert).addmm_(left.t().to(dtype), right.to(dtype))
     elif _library_groups(a, b):
-        dw = weight_gradient(a, b, received)
-        torch._foreach_add_([into.of(expert) for expert in range(len(dw))], list(dw))
+        add_gradients(into, weight_gradient(a, b, received))
     else:
         expert_wgrad(a, b, ends(received), into)
 
@@ -49,7 +48,7 @@ def _by_kernel(a: Tensor) -> bool:
 
 def ends(received: Tensor) -> Tensor:
     """Where the rows of each expert end, which `received` int32 [R, E] counts: int32 [E]."""
-    return received.sum(0).cumsum(0).to(torch.int32)
+    return received.sum(0, dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 def _rows(a: Tensor, b: Tensor, received: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -226,6 +226,11 @@ def test_experts_are_spread_over_all_gpus():
     )
     at = len(peer.words) - peer.words[::-1].index("--moe-token-dispatcher-type")  # which counts
     assert peer.words[at] == "flex"
+    graphs = [job.words for job in megatron_jobs.jobs(
+        EXPERTS, 4096, 1, [], 2, ["graphs"], "ep", megatron_jobs.Length(), 1
+    )]  # fmt: skip
+    whole = ["--cuda-graph-scope" not in words for words in graphs]
+    assert whole == ["--flux-experts" in words for words in graphs] == [False, True] * 2
     for name in ("expert", "te"):  # of no name; which this experiment has not
         with pytest.raises(AssertionError, match=f"{name} given, one of "):
             next(megatron_jobs.jobs(

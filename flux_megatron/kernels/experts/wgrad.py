@@ -1,7 +1,7 @@
 """dw of a GEMM of experts: for each of them, a product over the rows that it has received.
 
 No signals: the rows are here. How many an expert has only the device knows. The products make a new
-tensor, or are added where gradients lie (`experts.weights`).
+tensor, or are added where gradients lie (`experts.weights`), here or as the library made them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from flux_megatron.kernels.experts.weights import ExpertWeights
 from flux_megatron.kernels.portable.gemm_tile import multiply_add, tile_origin
-from flux_megatron.kernels.sizes import next_power_of_2, tiles_of_shard
+from flux_megatron.kernels.sizes import cdiv, next_power_of_2, tiles_of_shard
 from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.problem import Tile
+
+ADDED = 2048  # elements of a program; 8192 take 1.5 times as long (H200, Triton 3.6, 2026-11-29)
 
 
 @triton.jit(do_not_specialize=["dw_first", "dw_pitch"])
@@ -55,6 +57,20 @@ def expert_wgrad_kernel(
     tl.store(out, acc.to(dw.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["into_first", "into_pitch", "blocks"])
+def add_gradients_kernel(
+    dw, into, into_first, into_pitch, blocks, M, N, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(0) // blocks
+    at = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    size = tl.cast(M, tl.int64) * N
+    out = into + (into_first + expert * into_pitch).to(tl.int64) * N + at
+    own = tl.load(dw + expert * size + at, mask=at < size, other=0.0)
+    before = tl.load(out, mask=at < size, other=0.0)
+    total = before.to(tl.float32) + own.to(tl.float32)
+    tl.store(out, total.to(into.dtype.element_ty), mask=at < size)
+
+
 def _tile(M: int, N: int, a: Tensor) -> Tile:
     if a.device.type == "cpu":  # few large blocks are cheaper than many
         return Tile(min(64, next_power_of_2(M)), min(64, next_power_of_2(N)), 32)
@@ -77,3 +93,14 @@ def expert_wgrad(a: Tensor, b: Tensor, ends: Tensor, into: ExpertWeights | None 
         (a, b, ends, dw.matrices), (dw.first, dw.pitch), (M, N), ADD=into is not None,
     )  # fmt: skip
     return dw.matrices
+
+
+def add_gradients(into: ExpertWeights, dw: Tensor) -> None:
+    """into += dw [E, M, N], of the experts in their order. One launch for all experts."""
+    E, M, N = dw.shape
+    tile = Tile(1, ADDED, num_warps=4)
+    blocks = cdiv(M * N, ADDED)
+    launch_kernel(
+        add_gradients_kernel, (E * blocks,), tile, (dw, into.matrices),
+        (into.first, into.pitch, blocks), (M, N),
+    )  # fmt: skip

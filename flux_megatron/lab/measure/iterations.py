@@ -24,8 +24,9 @@ run (`--arms`), one after the other on the same GPUs:
 - experts: Megatron's experts, whose all-to-all hides behind another micro-batch, as many.
 - deepep: Megatron's experts with DeepEP as their dispatcher, as many.
 - graphs: layers are captured in CUDA graphs, where the host takes no time. One process cannot
-  switch between arms then: stock Megatron's (of TransformerEngine's layers) and ours take turns,
-  twice. Of layers with experts stock captures what comes before the dispatch, ours all.
+  switch between arms then: stock_graphs (of TransformerEngine's layers) and flux_graphs take turns,
+  twice. Of layers with experts stock, and deepep_graphs, capture what comes before the dispatch,
+  ours all.
 
 All run with TransformerEngine's attention and optimizer where it is installed, and with our kernel
 for fused weight gradients where apex is not. A process imports Megatron while the one before it
@@ -66,7 +67,7 @@ from flux_megatron.lab.measure.megatron_jobs import (
     jobs,
     rank,
 )
-from flux_megatron.lab.results.iterations import ResultsError
+from flux_megatron.lab.results.iterations import Iteration, ResultsError
 
 RANK = __file__
 DENSE = "gpt3,llama2,qwen3-14b"
@@ -99,10 +100,16 @@ def compared(
     return arms, columns | {"copies_ms": copies_ms}
 
 
-def rows(job: Job, times: dict[int, float], machine: dict, copies_ms: float = 0) -> Iterator[dict]:
+def rows(
+    job: Job, found: Sequence[Iteration], machine: dict, copies_ms: float = 0
+) -> Iterator[dict]:
+    """Of a process with one arm, with the losses of all its iterations too."""
+    times = {one.number: round(1e3 * one.seconds, 2) for one in found}
     arms = {job.name: [ms for number, ms in times.items() if number > WARM_UP]}
     columns: dict[str, object] = {}
+    losses = {"losses": [one.loss and round(one.loss, 4) for one in found]}
     if job.name == "compare":
+        losses = {}
         arms, columns = compared(times, job.length, copies_ms)
     model, words = job.workload.model, job.words
     last = len(words) - words[::-1].index("--transformer-impl")  # which counts
@@ -113,7 +120,7 @@ def rows(job: Job, times: dict[int, float], machine: dict, copies_ms: float = 0)
             "micro_batches": job.workload.micro_batches, "transformer_impl": words[last],
             "seq_length": model.seq_length, "dtype": job.workload.training.dtype,
             "median_ms": round(statistics.median(milliseconds), 2), "times_ms": milliseconds,
-            **(columns if arm == "flux" else {}), **machine,
+            **(columns if arm == "flux" else {}), **losses, **machine,
         }  # fmt: skip
 
 
@@ -162,8 +169,8 @@ def main(
         processes = _one_ahead(wanted, checkout, Path(folder))
         for process in processes:
             try:
-                times = process.times_ms(limit_s)
-                found = list(rows(process.job, times, machine, process.copies_ms()))
+                done = process.iterations(limit_s)
+                found = list(rows(process.job, done, machine, process.copies_ms()))
             except ResultsError as error:
                 print(error, file=sys.stderr, flush=True)
                 good = False

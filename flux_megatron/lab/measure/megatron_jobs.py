@@ -12,11 +12,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from flux_megatron.lab.results import logs
-from flux_megatron.lab.results.iterations import ResultsError
+from flux_megatron.lab.results.iterations import Iteration, ResultsError
 from flux_megatron.launch import megatron_arguments
 from flux_megatron.launch.experiment import load
 from flux_megatron.launch.workload import Arm, Workload
@@ -29,7 +30,6 @@ EXPERIMENTS = (
 BLOCK, PAIRS = 5, 9  # 36 timed iterations of each arm; with 5 pairs one odd pair hid 5 %
 WARM_UP, TIMED = 10, 30  # of an arm that has a process of its own
 ARMS = ("compare", "te")
-KNOWN = (*ARMS, "stock", "flux", "experts", "deepep", "graphs")
 COPIES = re.compile(r"^without_collectives: copies took ([\d.]+) ms$", re.MULTILINE)
 TURN = ("stock", "flux", "without_collectives")  # of a comparison
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
@@ -49,9 +49,29 @@ DEEPEP = [
 BETWEEN_MICRO_BATCHES = ["--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"]
 EP = "--expert-model-parallel-size"
 GRAPHS = ["--te-rng-tracker", "--cuda-graph-impl", "local"]
-# A host waits for the splits of Megatron's dropless experts, so a graph ends before these
-PARTIAL = ["--te-rng-tracker", "--cuda-graph-impl", "transformer_engine", "--cuda-graph-scope"]
-PARTIAL += ["attn", "moe_router", "moe_preprocess"]
+# Megatron asks for it where experts are spread; training does not read it
+OF_EXPERTS = [*GRAPHS, "--moe-pad-experts-for-cuda-graph-inference"]
+# The host waits for the splits of Megatron's dropless experts, so its graphs end before them
+BEFORE_EXPERTS = [
+    "--te-rng-tracker", "--cuda-graph-impl", "transformer_engine", "--cuda-graph-scope",
+    "attn", "moe_router", "moe_preprocess",
+]  # fmt: skip
+# Arms that have a process of their own: the name in rows, the experiment's arm, and more words
+ALONE: Mapping[str, tuple[str, Arm, list[str]]] = {
+    "te": ("tp_comm_overlap", "te", []),
+    "stock": ("stock", "megatron", []),
+    "flux": ("flux", "flux", []),
+    "experts": ("overlap_moe_expert_parallel_comm", "megatron", BETWEEN_MICRO_BATCHES),
+    "deepep": ("deepep", "megatron", DEEPEP),
+    "deepep_graphs": ("deepep_graphs", "megatron", [*DEEPEP, *BEFORE_EXPERTS]),
+    "stock_graphs": ("stock_graphs", "megatron", GRAPHS),
+    "flux_graphs": ("flux_graphs", "flux", GRAPHS),
+}
+WITH_EXPERTS: Mapping[str, tuple[Arm, list[str]]] = {
+    "stock_graphs": ("megatron", BEFORE_EXPERTS), "flux_graphs": ("flux", OF_EXPERTS),
+}  # fmt: skip
+TWICE = ("stock_graphs", "flux_graphs") * 2
+KNOWN = ("compare", "graphs", *ALONE)
 
 
 @dataclass(frozen=True)
@@ -104,6 +124,7 @@ def jobs(
         "model.seq_length": min(M, sequence), **beside,
     }  # fmt: skip
     found = load(experiment, overrides).arms
+    experts = found["flux"].model.experts
     if layers:
         model = found["flux"].model
         name = re.sub(r"\d+-layers", f"{layers}-layers", model.name)
@@ -119,24 +140,16 @@ def jobs(
             workload = replace(workload, training=replace(workload.training, steps=steps))
         return Job(name, workload, [*words, *more, *UNFUSED, *own], length)
 
-    for one in arms:
-        assert one in KNOWN, f"arm {one} given, one of {KNOWN} expected"
+    for one in chain.from_iterable(TWICE if arm == "graphs" else [arm] for arm in arms):
         if one == "compare":
             steps = len(TURN) * length.block * (length.pairs + 1)  # those of the first turn too
             yield job("compare", "flux", "--flux-compare", str(length.block), steps=steps)
-        elif one == "te":
-            yield job("tp_comm_overlap", "te")
-        elif one in ("stock", "flux"):
-            yield job(one, {"stock": "megatron"}.get(one, one))
-        elif one == "experts":
-            yield job("overlap_moe_expert_parallel_comm", "megatron", *BETWEEN_MICRO_BATCHES)
-        elif one == "deepep":
-            yield job("deepep", "megatron", *DEEPEP)
-        else:
-            for _ in range(2):
-                partial = shipped.arms["flux"].model.experts
-                yield job("stock_graphs", "megatron", *(PARTIAL if partial else GRAPHS))
-                yield job("flux_graphs", "flux", *GRAPHS)
+            continue
+        assert one in ALONE, f"arm {one} given, one of {KNOWN} expected"
+        name, arm, own = ALONE[one]
+        if experts and one in WITH_EXPERTS:
+            arm, own = WITH_EXPERTS[one]
+        yield job(name, arm, *own)
 
 
 class Process:
@@ -160,8 +173,8 @@ class Process:
     def begin(self) -> None:
         self.gate.touch()
 
-    def times_ms(self, limit_s: float) -> dict[int, float]:
-        """Of every iteration, by its number, when all have ended. `ResultsError` if one failed."""
+    def iterations(self, limit_s: float) -> tuple[Iteration, ...]:
+        """Every iteration, when all have ended. `ResultsError` if a rank failed."""
         try:
             code: int | str = self.process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
@@ -170,8 +183,7 @@ class Process:
         if code != 0:
             said = [_end_of(file) for file in sorted(self.logs.rglob("stderr.log"))]
             raise ResultsError("\n".join([f"{self.job.name}, M {self.job.M}: {code}", *said]))
-        series = logs.of_megatron(self.logs, self.job.workload.training.global_batch)
-        return {i.number: round(1e3 * i.seconds, 2) for i in series.iterations}
+        return logs.of_megatron(self.logs, self.job.workload.training.global_batch).iterations
 
     def copies_ms(self) -> float:
         """Of an iteration without collectives, the copies in their places."""

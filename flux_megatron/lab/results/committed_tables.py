@@ -39,14 +39,19 @@ def _of_experts_iterations(root: Path) -> Iterator[Cells]:
         tp, dp = row["tp"], row["dp"]
         ranks = f"EP {tp * dp}" if tp == 1 else f"TP {tp}, EP {tp * dp}"
         sizes = str(row["layers"]), f"{row['M']} x {row['micro_batches']}"
-        return (ranks, model(row["model"]), *sizes), row["arm"]
+        arm = row["arm"].removesuffix("_graphs")
+        graphs = "-" if arm == row["arm"] else "yes"
+        return (ranks, model(row["model"]), *sizes, graphs), arm
 
     arms = "stock", "overlap_moe_expert_parallel_comm", "deepep", "flux", "without_collectives"
     results, names = root / "docs/results", ("experts_iterations",)
     for race in races(results, names, case_and_arm, ("stock", "flux")):
         times = (race.time(arm, "median_ms") for arm in arms)
-        middle, low, high = gain(race)
-        yield race.gpus, *race.case, *times, f"{middle} ({low} to {high})", race.commit
+        over = race.over("stock", "flux", "median_ms")
+        if "speedup" in race.arms["flux"]:  # in turns
+            middle, low, high = gain(race)
+            over = f"{middle} ({low} to {high})"
+        yield race.gpus, *race.case, *times, over, race.commit
 
 
 def _of_layers_of_experts(root: Path) -> Iterator[Cells]:
