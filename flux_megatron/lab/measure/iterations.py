@@ -127,6 +127,7 @@ def rows(
 def machine_of(checkout: Path, commit: str) -> dict:
     import torch
 
+    from flux_megatron import settings
     from flux_megatron.tuning import environment
 
     try:
@@ -134,6 +135,7 @@ def machine_of(checkout: Path, commit: str) -> dict:
     except ImportError:
         te = None
     known = asdict(environment.of(torch.device("cuda", 0)))
+    known["experts_once"] = settings.get().experts_once
     known["max_connections"] = os.environ.get(CONNECTIONS, "1")
     return {
         **known, "nccl": ".".join(map(str, torch.cuda.nccl.version())), "transformer_engine": te,

@@ -41,7 +41,8 @@ def _of_experts_iterations(root: Path) -> Iterator[Cells]:
         sizes = str(row["layers"]), f"{row['M']} x {row['micro_batches']}"
         arm = row["arm"].removesuffix("_graphs")
         graphs = "-" if arm == row["arm"] else "yes"
-        return (ranks, model(row["model"]), *sizes, graphs), arm
+        name = model(row["model"]) + ", once" * row.get("experts_once", False)
+        return (ranks, name, *sizes, graphs), arm
 
     arms = "stock", "overlap_moe_expert_parallel_comm", "deepep", "flux", "without_collectives"
     results, names = root / "docs/results", ("experts_iterations",)
