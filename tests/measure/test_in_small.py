@@ -29,6 +29,7 @@ from flux_megatron.lab.measure import (
     iterations,
     machines,
     megatron_jobs,
+    skewed_router,
     without_collectives,
 )
 from flux_megatron.problem import Plan
@@ -236,6 +237,22 @@ def test_experts_are_spread_over_all_gpus():
             next(megatron_jobs.jobs(
                 EXPERTS, 4096, 1, [], 2, [name], "ep", megatron_jobs.Length(), 1
             ))  # fmt: skip
+
+
+def test_a_skewed_router_raises_the_first_expert_for_its_share():
+    class Router:
+        def routing(self, logits, mask=None):
+            return logits
+
+    skewed_router.use(0.25, Router)
+    logits = torch.randn(8, 2, 5, requires_grad=True)
+    given = Router().routing(logits, mask=None)
+    assert (given[..., 1:] == logits[..., 1:]).all()
+    is_raised = given[..., 0] != logits[..., 0]
+    assert is_raised.sum() == 4
+    assert (given[..., 0] > given[..., 1:].amax(-1))[is_raised].all()
+    given.sum().backward()
+    assert (logits.grad[..., 0] == 0).sum() == 4, "no gradient through what is raised"
 
 
 def test_the_arm_without_collectives(monkeypatch):

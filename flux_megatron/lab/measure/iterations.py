@@ -12,7 +12,8 @@ The models of `configs/experiments/node` at several M, by default those without 
 makes them fit less memory. `--layout` says what tensor parallelism is beside: nothing, two replicas
 whose gradients and parameters travel meanwhile (ep: nothing meanwhile), or two stages of an
 interleaved pipeline. Experts are spread over all of them. `--apart memory` or `sockets` makes each
-rank a machine, `sockets:2` each two (`gpu_run.be_apart`). For each model and M two processes a rank
+rank a machine, `sockets:2` each two (`gpu_run.be_apart`). With `--skew` that share of all tokens
+has the first expert among its own. For each model and M two processes a rank
 run (`--arms`), one after the other on the same GPUs:
 - compare, `--flux-compare`: stock iterations, ours, and stock ones without tensor-parallel
   collectives in turn, blocks of `--block`. The first turn and the first iteration of every block
@@ -67,6 +68,7 @@ from flux_megatron.lab.measure.megatron_jobs import (
     jobs,
     rank,
 )
+from flux_megatron.lab.measure.skewed_router import SKEW
 from flux_megatron.lab.results.iterations import Iteration, ResultsError
 
 RANK = __file__
@@ -149,7 +151,7 @@ def main(
     M: Annotated[str, typer.Option("--M")] = "8192,4096,2048", more: str = "",
     seconds: float = 3600, arms: str = ",".join(ARMS), layout: str = "tp",
     micro_batches: int = 1, models: str = DENSE, block: int = BLOCK, pairs: int = PAIRS,
-    timed: int = TIMED, limit_s: float = 150, layers: int = 0, apart: str = "",
+    timed: int = TIMED, limit_s: float = 150, layers: int = 0, apart: str = "", skew: float = 0.0,
 ) -> None:  # fmt: skip
     """Measure those with one of `models` in their names at every M, as long as `seconds` allow to
     begin another process; one that takes longer than `limit_s` is stopped. Exits 1 if one failed
@@ -159,6 +161,9 @@ def main(
     if apart:
         os.environ[gpu_run.APART] = apart
         machine["link"] = gpu_run.link_of(apart)
+    if skew:
+        os.environ[SKEW] = str(skew)
+        machine["skew"] = skew
     length = Length(block, pairs, timed)
     wanted = [
         job for rows in map(int, M.split(",")) for experiment in EXPERIMENTS

@@ -208,7 +208,7 @@ def rank(gate: Path, script: str, arguments: list[str]) -> None:
     was.
     """
     from flux_megatron.integration import bootstrap
-    from flux_megatron.lab.measure import gpu_run, without_collectives
+    from flux_megatron.lab.measure import gpu_run, skewed_router, without_collectives
 
     gpu_run.share_gpus()
     if links := os.environ.get(gpu_run.APART):
@@ -221,6 +221,10 @@ def rank(gate: Path, script: str, arguments: list[str]) -> None:
     from flux_megatron.integration.apex_shim import provide_wgrad_kernels
 
     provide_wgrad_kernels()
+    if share := os.environ.get(skewed_router.SKEW):
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        skewed_router.use(float(share), TopKRouter)
     while not gate.exists():
         time.sleep(0.02)
     bootstrap.run()

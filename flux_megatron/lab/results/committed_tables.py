@@ -42,6 +42,7 @@ def _of_experts_iterations(root: Path) -> Iterator[Cells]:
         arm = row["arm"].removesuffix("_graphs")
         graphs = "-" if arm == row["arm"] else "yes"
         name = model(row["model"]) + ", once" * row.get("experts_once", False)
+        name += f", skew {row['skew']}" if "skew" in row else ""
         return (ranks, name, *sizes, graphs), arm
 
     arms = "stock", "overlap_moe_expert_parallel_comm", "deepep", "flux", "without_collectives"
