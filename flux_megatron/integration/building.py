@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.core.transformer import torch_norm
 
-from flux_megatron.integration import autoload, fp8, stand_ins
+from flux_megatron.integration import autoload, fp8, local_graphs, stand_ins
 from flux_megatron.integration.layers import is_head, layer_of
 from flux_megatron.integration.norm import NORMS, FluxNorm
 from flux_megatron.integration.replaced import around
@@ -32,6 +32,7 @@ def until_stopped() -> Iterator[contextlib.ExitStack]:
     """A stack that lasts until the next `stop`, which comes first; an error undoes it at once."""
     stop()
     with contextlib.ExitStack() as undo:
+        local_graphs.mend(undo)
         yield undo
         _undo.push(undo.pop_all())
 
