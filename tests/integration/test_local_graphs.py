@@ -26,6 +26,7 @@ from test_te_graphs import SEQUENCE, step
 from torch.utils._pytree import tree_map
 
 import flux_megatron
+from flux_megatron.expert_parallel import once
 from flux_megatron.integration import local_graphs
 from flux_megatron.versions.megatron_core import MEGATRON_CORE
 
@@ -131,10 +132,8 @@ def graphs_of_megatron() -> Any:
         yield
 
 
-@pytest.mark.parametrize("name", CASES)
-@on_cpu_ranks(2, environment=FUSED)
-def test_whole_layers(rank, name):
-    """Of experts, of ours and of Megatron's: gradients, and what a router counts."""
+def compare(name: str) -> dict[tuple[str, str], int]:
+    """Gradients of captured and of eager layers, and what their routers count; calls of ours."""
     sbs.start(1, expert_model_parallel_size=2)
     sbs.give_stock_a_wgrad_kernel()
     flux_megatron.reset_report()
@@ -148,11 +147,23 @@ def test_whole_layers(rank, name):
         names = ["loss", "loss", *(name for name, _ in model.named_parameters())]
         for word, one, other in zip(names, got, expected, strict=True):
             assert sbs.relative_error(one, other) == 0, f"{word} of step {number}"
-    for (word, one), other in zip(
-        model.module.named_buffers(), eager.module.buffers(), strict=True
-    ):
+    counted = model.module.named_buffers(), eager.module.buffers()
+    for (word, one), other in zip(*counted, strict=True):
         assert torch.equal(one, other), word
-    calls = flux_megatron.report().calls
-    assert bool(calls) == (experts is test_experts.ours)
-    assert calls.keys() <= {("a2a_gemm", "fused"), ("gemm_a2a", "fused")}
     parallel_state.destroy_model_parallel()
+    return flux_megatron.report().calls
+
+
+@pytest.mark.parametrize("name", CASES)
+@on_cpu_ranks(2, environment=FUSED)
+def test_whole_layers(rank, name):
+    calls = compare(name)
+    ours = {("a2a_gemm", "fused"), ("gemm_a2a", "fused")}
+    assert calls.keys() == (set() if name == "Megatron's" else ours)
+
+
+@on_cpu_ranks(2, environment=FUSED | {"FLUX_MEGATRON_EXPERTS_ONCE": "1"})
+def test_tokens_that_travel_once(rank):
+    with mock.patch.object(once, "route", wraps=once.route) as route:
+        assert not compare("ours")  # by expert
+    assert route.called
