@@ -1,4 +1,4 @@
-"""`--cuda-graph-impl local`: Megatron's own graphs of whole layers, with our experts in.
+"""`--cuda-graph-impl local`: Megatron's own graphs of whole layers, with ours in.
 
 On CPU a stand-in for a graph calls again what was captured, and leaves alone what a replay does:
 marks on parameters, and all that is no tensor of the graph. So it shows what Megatron and we do
@@ -10,19 +10,21 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import side_by_side as sbs
+import te_stand_ins as te
 import test_experts
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer import cuda_graphs
 from ranks import FUSED, on_cpu_ranks
-from test_te_graphs import SEQUENCE, step
+from test_te_graphs import SEQUENCE, of_te, step
 from torch.utils._pytree import tree_map
 
 import flux_megatron
@@ -132,14 +134,12 @@ def graphs_of_megatron() -> Any:
         yield
 
 
-def compare(name: str) -> dict[tuple[str, str], int]:
+def compare(built: Callable[[bool], Any]) -> dict[tuple[str, str], int]:
     """Gradients of captured and of eager layers, and what their routers count; calls of ours."""
-    sbs.start(1, expert_model_parallel_size=2)
     sbs.give_stock_a_wgrad_kernel()
     flux_megatron.reset_report()
-    experts, more = CASES[name]
-    with experts(), graphs_of_megatron():
-        eager, model = (build(graphs, **more) for graphs in (False, True))
+    with graphs_of_megatron():
+        eager, model = built(False), built(True)
         seen = [(step(model, 0), step(eager, 0))]
         cuda_graphs.create_cudagraphs()
         seen += [(step(model, seed), step(eager, seed)) for seed in (1, 2, 3)]
@@ -150,14 +150,22 @@ def compare(name: str) -> dict[tuple[str, str], int]:
     counted = model.module.named_buffers(), eager.module.buffers()
     for (word, one), other in zip(*counted, strict=True):
         assert torch.equal(one, other), word
-    parallel_state.destroy_model_parallel()
     return flux_megatron.report().calls
+
+
+def of_experts(name: str) -> dict[tuple[str, str], int]:
+    sbs.start(1, expert_model_parallel_size=2)
+    experts, more = CASES[name]
+    with experts():
+        calls = compare(functools.partial(build, **more))
+    parallel_state.destroy_model_parallel()
+    return calls
 
 
 @pytest.mark.parametrize("name", CASES)
 @on_cpu_ranks(2, environment=FUSED)
 def test_whole_layers(rank, name):
-    calls = compare(name)
+    calls = of_experts(name)
     ours = {("a2a_gemm", "fused"), ("gemm_a2a", "fused")}
     assert calls.keys() == (set() if name == "Megatron's" else ours)
 
@@ -165,5 +173,13 @@ def test_whole_layers(rank, name):
 @on_cpu_ranks(2, environment=FUSED | {"FLUX_MEGATRON_EXPERTS_ONCE": "1"})
 def test_tokens_that_travel_once(rank):
     with mock.patch.object(once, "route", wraps=once.route) as route:
-        assert not compare("ours")  # by expert
+        assert not of_experts("ours")  # by expert
     assert route.called
+
+
+@sbs.on_tp_ranks(2, environment=FUSED)
+def test_dense_layers(rank):
+    te.pretend_te()
+    assert te.overlap()
+    compare(lambda graphs: of_te(32, {"cuda_graph_impl": "local"} if graphs else {}))
+    sbs.overlapped()

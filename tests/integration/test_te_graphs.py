@@ -108,15 +108,20 @@ def _graphed(layer: torch.nn.Module, args: Any, kwargs: Any, inputs: list[torch.
     return forward
 
 
-def build(hidden: int, graphs: bool, scope: str, **more: Any) -> Any:
+def build(hidden: int, graphs: bool, scope: str) -> Any:
+    by_te = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": scope}
+    return of_te(hidden, by_te if graphs else {})
+
+
+def of_te(hidden: int, more: dict[str, Any]) -> Any:
+    """A model of TransformerEngine's layers, of the same weights each time."""
     on_gpus = torch.cuda.is_available()  # where graphs register the states of TE's random numbers
     tensor_parallel.model_parallel_cuda_manual_seed(7, te_rng_tracker=on_gpus, force_reset_rng=True)
     torch.manual_seed(7)
-    by_te = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": scope}
     config = sbs.settings(
         2, True, torch.bfloat16,
         **{"num_layers": 2, "hidden_size": hidden, "ffn_hidden_size": 2 * hidden,
-           "gradient_accumulation_fusion": True, **(by_te if graphs else {}), **more},
+           "gradient_accumulation_fusion": True, **more},
     )  # fmt: skip
     spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
     model = GPTModel(config, spec, VOCAB, SEQUENCE)
