@@ -1,9 +1,10 @@
-"""Megatron's own graphs of layers, `--cuda-graph-impl local`, of releases that make them wrong.
+"""Megatron's own graphs of layers, `--cuda-graph-impl local`, where it makes them wrong.
 
 From 0.16.0 to 0.17.1 the first layer's input has memory that a later graph takes for gradients,
 though this layer's backward reads it again: the gradients of its input norm, and of the embedding,
 are wrong. And forward passes that warm up change buffers of the layer, as a router's counts.
-Megatron-LM#4433 mends both in 0.18.
+Megatron-LM#4433 mends both in 0.18. Commits between releases do not have the number of what they
+do, so all are mended that have such memory: where Megatron did it, nothing changes.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ import torch
 from megatron.core.transformer import cuda_graphs
 
 from flux_megatron.integration.replaced import around
-from flux_megatron.versions.megatron_core import MEGATRON_CORE
 
 
 def mend(undo: contextlib.ExitStack) -> None:
     """Until `undo` closes."""
-    if not MEGATRON_CORE.since("0.16") or MEGATRON_CORE.since("0.18"):
+    if not hasattr(cuda_graphs._CudagraphGlobalRecord, "tensor_reuse_pool"):
         return
 
     @around(cuda_graphs._CudaGraphRunner, "create_fwd_graph", undo)
