@@ -125,6 +125,7 @@ def unlisted() -> ProcessGroup:
     kind = ProcessGroup.BackendType.NCCL if gpu else ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
     group._register_backend(torch.device(DEVICE), kind, backend)
+    dist.barrier()  # a rank that lets go of it early would cut off one that still connects
     return group
 
 

@@ -45,6 +45,7 @@ CASES = {
     "ours, counted": (test_experts.ours, COUNTED),
     "Megatron's": (sbs.splits_as_lists, test_experts.CASES["two a token"]),
 }
+LOCAL = {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 1}
 Runner = cuda_graphs._CudaGraphRunner
 
 
@@ -109,7 +110,7 @@ def stand_ins() -> Any:
 
 
 def build(graphs: bool, **more: Any) -> Any:
-    local = {"cuda_graph_impl": "local"} if graphs else {}
+    local = LOCAL if graphs else {}
     model = test_experts.build(SEQUENCE, gradient_accumulation_fusion=True, **more, **local)
     return DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
 
@@ -142,7 +143,7 @@ def compare(built: Callable[[bool], Any]) -> dict[tuple[str, str], int]:
         eager, model = built(False), built(True)
         seen = [(step(model, 0), step(eager, 0))]
         cuda_graphs.create_cudagraphs()
-        seen += [(step(model, seed), step(eager, seed)) for seed in (1, 2, 3)]
+        seen += [(step(model, seed), step(eager, seed)) for seed in (1, 2)]
     for number, (got, expected) in enumerate(seen):
         names = ["loss", "loss", *(name for name, _ in model.named_parameters())]
         for word, one, other in zip(names, got, expected, strict=True):
@@ -181,5 +182,5 @@ def test_tokens_that_travel_once(rank):
 def test_dense_layers(rank):
     te.pretend_te()
     assert te.overlap()
-    compare(lambda graphs: of_te(32, {"cuda_graph_impl": "local"} if graphs else {}))
+    compare(lambda graphs: of_te(32, LOCAL if graphs else {}))
     sbs.overlapped()
