@@ -10,6 +10,7 @@ do, so all are mended that have such memory: where Megatron did it, nothing chan
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def mend(undo: contextlib.ExitStack) -> None:
 
 
 @contextlib.contextmanager
-def _inputs_kept() -> Any:
+def _inputs_kept() -> Iterator[None]:
     """Nothing goes back to the memory that later graphs take."""
     pool = cuda_graphs._CudagraphGlobalRecord.tensor_reuse_pool
     pool.insert = lambda tensor: None

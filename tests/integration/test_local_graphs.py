@@ -182,5 +182,5 @@ def test_tokens_that_travel_once(rank):
 def test_dense_layers(rank):
     te.pretend_te()
     assert te.overlap()
-    compare(lambda graphs: of_te(32, LOCAL if graphs else {}))
+    compare(lambda graphs: of_te(32, LOCAL if graphs else {}, embedding=torch.bfloat16))
     sbs.overlapped()

@@ -113,8 +113,10 @@ def build(hidden: int, graphs: bool, scope: str) -> Any:
     return of_te(hidden, by_te if graphs else {})
 
 
-def of_te(hidden: int, more: dict[str, Any]) -> Any:
-    """A model of TransformerEngine's layers, of the same weights each time."""
+def of_te(hidden: int, more: dict[str, Any], embedding: torch.dtype | None = None) -> Any:
+    """A model of TransformerEngine's layers, of the same weights each time. Its embedding gives
+    fp32, because positions are, or what is said.
+    """
     on_gpus = torch.cuda.is_available()  # where graphs register the states of TE's random numbers
     tensor_parallel.model_parallel_cuda_manual_seed(7, te_rng_tracker=on_gpus, force_reset_rng=True)
     torch.manual_seed(7)
@@ -126,6 +128,7 @@ def of_te(hidden: int, more: dict[str, Any]) -> Any:
     spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
     model = GPTModel(config, spec, VOCAB, SEQUENCE)
     model.to(DEVICE)
+    model.embedding.to(embedding)
     # As Megatron's training does: no hook of gradients is of a stream that a capture waits for.
     with torch.cuda.stream(torch.cuda.Stream()) if on_gpus else nullcontext():
         made = DistributedDataParallel(config, DistributedDataParallelConfig(), model)

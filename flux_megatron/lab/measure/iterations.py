@@ -13,8 +13,8 @@ makes them fit less memory. `--layout` says what tensor parallelism is beside: n
 whose gradients and parameters travel meanwhile (ep: nothing meanwhile), or two stages of an
 interleaved pipeline. Experts are spread over all of them. `--apart memory` or `sockets` makes each
 rank a machine, `sockets:2` each two (`gpu_run.be_apart`). With `--skew` that share of all tokens
-has the first expert among its own. For each model and M two processes a rank
-run (`--arms`), one after the other on the same GPUs:
+has the first expert among its own. For each model and M two processes a rank run (`--arms`), one
+after the other on the same GPUs:
 - compare, `--flux-compare`: stock iterations, ours, and stock ones without tensor-parallel
   collectives in turn, blocks of `--block`. The first turn and the first iteration of every block
   warm up; times of the others are compared turn by turn, `--pairs` of them. E is the share of what
@@ -151,7 +151,8 @@ def main(
     M: Annotated[str, typer.Option("--M")] = "8192,4096,2048", more: str = "",
     seconds: float = 3600, arms: str = ",".join(ARMS), layout: str = "tp",
     micro_batches: int = 1, models: str = DENSE, block: int = BLOCK, pairs: int = PAIRS,
-    timed: int = TIMED, limit_s: float = 150, layers: int = 0, apart: str = "", skew: float = 0.0,
+    timed: int = TIMED, limit_s: float = 150, layers: int = 0, apart: str = "",
+    skew: Annotated[float, typer.Option(min=0, max=1)] = 0,
 ) -> None:  # fmt: skip
     """Measure those with one of `models` in their names at every M, as long as `seconds` allow to
     begin another process; one that takes longer than `limit_s` is stopped. Exits 1 if one failed
