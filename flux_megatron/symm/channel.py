@@ -25,7 +25,7 @@ from flux_megatron import settings
 from flux_megatron.symm import device as devices
 from flux_megatron.symm import signals
 from flux_megatron.symm.buffer import Region, SymmetricBuffer
-from flux_megatron.symm.groups import name_of, timeout_s
+from flux_megatron.symm.groups import name_of
 from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.lru_cache import LRUCache
 from flux_megatron.symm.status import Status
@@ -91,7 +91,7 @@ class Channel:
 
     def _name(self, pad: Tensor, awaited: Callable[[int], str]) -> None:
         waiter = f"rank {self._rank} of group {name_of(self._group)}"
-        self._status.name(pad, waiter, awaited, partial(timeout_s, self._group))
+        self._status.name(pad, waiter, awaited, partial(self._status.bound_s, self._group))
         self._named.append(pad)
 
     def _forget(self, pad: Tensor) -> None:
@@ -101,7 +101,7 @@ class Channel:
     @property
     def timeout_ns(self) -> int:
         """The bound of a kernel's waits."""
-        return int(timeout_s(self._group) * 1e9)
+        return int(self._status.bound_s(self._group) * 1e9)
 
     def close(self) -> None:
         """Nobody uses the channel any more: its waits lose their names."""

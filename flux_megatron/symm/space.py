@@ -8,6 +8,7 @@ a wait that ran out of time, it refuses all further calls and reports the reason
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -22,7 +23,7 @@ from flux_megatron.symm.agreement import Agreement
 from flux_megatron.symm.call_log import QUESTION, CallLog, call_log, different_calls
 from flux_megatron.symm.channel import REFRESH_EVERY, Call, Channel
 from flux_megatron.symm.device import active, capturing, copy_engine, why_not_shared
-from flux_megatron.symm.groups import is_listed, timeout_s
+from flux_megatron.symm.groups import is_listed
 from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.lru_cache import LRUCache
 from flux_megatron.symm.places import places, why_unavailable
@@ -33,13 +34,16 @@ SHAPES = 1024  # of calls that are remembered: some dozen numbers of rows of all
 
 class Workspace:
     """What one group shares: `channels` by name, the agreement, the log of calls, the record of
-    late waits; and the device's copy engine. Collective constructor.
+    late waits, which end after `limit_s` at most; and the device's copy engine. Collective
+    constructor.
     """
 
     alone = False  # whether calls send nothing and wait for nobody: they take their memory
 
     @lasting()
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, limit_s: float = math.inf
+    ) -> None:
         self.group, self.device = group, device
         self.listed = is_listed(group)  # by torch, until it is destroyed
         # what callers give, for the group inside
@@ -61,13 +65,13 @@ class Workspace:
         self.unavailable = why_unavailable(ranks, group) or why_not_shared(group, device)
         self.calls = None if self.unavailable else call_log(group, device)
         self._late = ""  # the wait that ran out of time, with its likely reason
-        self._status = Status(device)
+        self._status = Status(device, limit_s)
         self.channels: dict[str, Channel] = {}
 
     @property
     def timeout_ns(self) -> int:
         """The bound of a kernel's waits."""
-        return int(timeout_s(self.group) * 1e9)
+        return int(self._status.bound_s(self.group) * 1e9)
 
     def begin(self, channel: str, size_bytes: int, kind: type[Channel] = Channel) -> Call:
         """Open the next call of a channel, of this `kind`, with `size_bytes` or more in its region.

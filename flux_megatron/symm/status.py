@@ -15,9 +15,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
 from flux_megatron.symm import signals
+from flux_megatron.symm.groups import timeout_s
 from flux_megatron.symm.lasting import lasting
 
 # A GPU looks by an atomic add of 0, which over PCIe may write back an old 0 behind the host's word:
@@ -32,16 +34,23 @@ class _Named(NamedTuple):
 
 
 class Status:
-    """The record of a group on a device. Kernels that wait take `words`, int32 [STATUS_WORDS]."""
+    """The record of a group on a device. Kernels that wait take `words`, int32 [STATUS_WORDS], and
+    wait for `limit_s` at most.
+    """
 
     @lasting()
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, limit_s: float = math.inf) -> None:
+        self._limit_s = limit_s
         cuda = device.type == "cuda"
         self.words = torch.zeros(signals.STATUS_WORDS, dtype=torch.int32, pin_memory=cuda)
         self._record = (ctypes.c_int32 * signals.STATUS_WORDS).from_address(self.words.data_ptr())
         self._pads: dict[int, _Named] = {}
         self._late = self._refused = ""
         self.mismatch = ""  # how another rank's call differs from the one that waits for it
+
+    def bound_s(self, group: ProcessGroup) -> float:
+        """Seconds that a wait of the group may take."""
+        return min(timeout_s(group), self._limit_s)
 
     def name(
         self, pad: Tensor, waiter: str, awaited: Callable[[int], str], bound_s: Callable[[], float]

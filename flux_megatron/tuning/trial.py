@@ -31,6 +31,9 @@ from flux_megatron.wgrad import accumulate_wgrad_by_torch
 
 WGRAD_ROWS = 64  # of the weight's gradient that are compared: each sums over all rows of x and dy
 LARGEST_TILE = 256  # rows or columns: some strategies send whole tiles
+# Of a wait for another rank: all come to a plan together, and one that hangs is one plan less. By
+# the group's own bound a run of verl stood still for 480 s (2 x H200, 2026-11-29).
+WAIT_S = 30.0
 TOLERANCE = 0.25  # of the root mean square: a stale tile is off by 1 and more, rounding by 0.05
 
 
@@ -69,7 +72,7 @@ class AnyTrial(Generic[E]):
         A call that made it grow, while another rank fails before it gets there, would hang.
         """
         self.close()
-        self._space = Workspace(self.group, self.device)
+        self._space = Workspace(self.group, self.device, WAIT_S)
         self._spaces.append(self._space)
         if self._space.unavailable is None:
             self.reserve(self._space)

@@ -43,7 +43,7 @@ def _of_experts_iterations(root: Path) -> Iterator[Cells]:
         graphs = "-" if arm == row["arm"] else "yes"
         name = model(row["model"]) + ", once" * row.get("experts_once", False)
         name += f", skew {row['skew']}" if "skew" in row else ""
-        return (ranks, name, *sizes, graphs), arm
+        return (ranks, name, *sizes, graphs, row["commit"]), arm  # hosts differ, so each run stays
 
     arms = "stock", "overlap_moe_expert_parallel_comm", "deepep", "flux", "without_collectives"
     results, names = root / "docs/results", ("experts_iterations",)
@@ -53,7 +53,8 @@ def _of_experts_iterations(root: Path) -> Iterator[Cells]:
         if "speedup" in race.arms["flux"]:  # in turns
             middle, low, high = gain(race)
             over = f"{middle} ({low} to {high})"
-        yield race.gpus, *race.case, *times, over, race.commit
+        *case, commit = race.case
+        yield race.gpus, *case, *times, over, commit
 
 
 def _of_layers_of_experts(root: Path) -> Iterator[Cells]:
