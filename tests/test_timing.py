@@ -31,6 +31,28 @@ def test_the_slowest_rank_counts_in_every_round(rank):
     assert raced.median_us("uneven") == sorted(raced.times_us["uneven"])[1]
 
 
+@pytest.mark.parametrize(("host_ms", "hidden_ms"), [(1, [1.5, 1.5]), (5, [1.5, 3, 6, 6])])
+def test_a_host_that_is_late_hides_more_in_the_next_turn(monkeypatch, host_ms, hidden_ms):
+    """Of a device whose clock runs at 2 GHz."""
+    slept_ms = []
+
+    def event(enable_timing):
+        late = host_ms > sum(slept_ms[-2:])
+        return mock.Mock(**{"query.return_value": late, "elapsed_time.return_value": 1.0})
+
+    stand_ins = {
+        "synchronize": mock.Mock(), "Event": event,
+        "_sleep": lambda cycles: slept_ms.append(cycles / 2e6),
+    }  # fmt: skip
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(dist, "all_reduce", mock.Mock())
+    turn = timing._CudaTurns(0.0)
+    for _ in hidden_ms:
+        assert turn(lambda: None, None, CPU, None) == (1000.0, False)
+    assert slept_ms[::2] == hidden_ms
+
+
 @on_cpu_ranks(2)
 def test_a_failure_on_one_rank_is_a_failure_on_all(rank):
     not_here = ValueError("not on this rank") if rank == 1 else None

@@ -23,7 +23,10 @@ from flux_megatron.tuning.beside import Load
 Candidate = Callable[[], object]
 
 # device-side sleeps in cycles, for a clock near 2 GHz
-HIDE_LAUNCH = 3_000_000  # 1.5 ms: all that a candidate enqueues is enqueued before it starts
+# 1.5 ms: all that a candidate enqueues is enqueued before it starts. Where a host needs longer the
+# next turns hide twice as much: forward of a layer of experts took 841 us in one race and 1463 on
+# another host (Qwen3-30B-A3B, 2 x H200, 2026-11-29, h200x2/expert_layers.jsonl).
+HIDE_LAUNCH, HIDE_MOST = 3_000_000, 24_000_000
 AFTER_ALIGNMENT = 200_000  # 0.1 ms: the start event and the first launch
 GAP_S = 0.002  # between two candidates of a tuner's race, for the clocks to recover
 
@@ -98,7 +101,7 @@ def _slowest(
     """Times in microseconds, and 1 where `load` ended first: [2, rounds, candidates], the largest
     over the ranks. A rank where a candidate fails takes its turns to the end, as the others do.
     """
-    timed = partial(_cuda_turn, gap_s) if device.type == "cuda" else _cpu_turn
+    timed = _CudaTurns(gap_s) if device.type == "cuda" else _cpu_turn
     failed: list[tuple[int, str, str]] = []  # in which turn, who, and how
 
     def attempt(name: str, call: Candidate) -> None:
@@ -153,35 +156,42 @@ def _of_ranks(said: str, group: ProcessGroup) -> str:
     return "; ".join(f"rank {r}: {answer}" for r, answer in enumerate(answers) if answer)
 
 
-def _cuda_turn(
-    gap_s: float, call: Candidate, group: ProcessGroup, device: torch.device, load: Load | None
-) -> tuple[float, bool]:
-    """Microseconds on this rank, and whether `load` ended first."""
-    token = torch.zeros(1, device=device)
-    torch.cuda.synchronize(device)  # the collectives of the turn before are done
-    time.sleep(gap_s)
-    torch.cuda._sleep(HIDE_LAUNCH)
-    dist.all_reduce(token, group=group)  # the ranks' devices start together
-    torch.cuda._sleep(AFTER_ALIGNMENT)
-    if load:
-        load.start()
-        torch.cuda._sleep(AFTER_ALIGNMENT)  # until they run on every rank
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    time_us = start.elapsed_time(end) * 1e3
-    outlived = load is not None and load.ended()
-    if load:
-        load.wait()
-    return time_us, outlived
+class _CudaTurns:
+    """One turn after the other: microseconds on this rank, and whether `load` ended first."""
+
+    def __init__(self, gap_s: float) -> None:
+        self._gap_s, self._hide = gap_s, HIDE_LAUNCH
+
+    def __call__(
+        self, call: Candidate, group: ProcessGroup, device: torch.device, load: Load | None
+    ) -> tuple[float, bool]:
+        token = torch.zeros(1, device=device)
+        torch.cuda.synchronize(device)  # the collectives of the turn before are done
+        time.sleep(self._gap_s)
+        torch.cuda._sleep(self._hide)
+        dist.all_reduce(token, group=group)  # the ranks' devices start together
+        torch.cuda._sleep(AFTER_ALIGNMENT)
+        if load:
+            load.start()
+            torch.cuda._sleep(AFTER_ALIGNMENT)  # until they run on every rank
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        if start.query():  # the device was there before all was enqueued
+            self._hide = min(2 * self._hide, HIDE_MOST)
+        end.record()
+        end.synchronize()
+        time_us = start.elapsed_time(end) * 1e3
+        outlived = load is not None and load.ended()
+        if load:
+            load.wait()
+        return time_us, outlived
 
 
 def _cpu_turn(
     call: Candidate, group: ProcessGroup, device: torch.device, load: Load | None
 ) -> tuple[float, bool]:
-    """What `_cuda_turn` gives."""
+    """What a turn of `_CudaTurns` gives."""
     dist.barrier(group=group)
     if load:
         load.start()
