@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from flux_megatron.symm import cuda_memory
+from flux_megatron.symm import copies, cuda_memory
 
 DEVICE = torch.device("cpu")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -116,6 +116,7 @@ def fake(uuid: str, *refuses: str) -> Iterator[Driver]:
             (cuda_memory, "_driver", lambda: driver),
             (torch.cuda, "synchronize", lambda device: None),
             (torch.cuda, "get_device_properties", lambda device: known),
+            (copies, "_made_by_sms", set()),  # a CPU sees no GPU
         ):
             replaced.enter_context(mock.patch.object(where, name, given))
         yield driver

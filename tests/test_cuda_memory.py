@@ -8,12 +8,14 @@ import socket
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from fake_cuda_memory import DEVICE, fake
 from ranks import on_cpu_ranks
 
 from flux_megatron import errors
-from flux_megatron.symm import cuda_memory, descriptors
+from flux_megatron.kernels import launch
+from flux_megatron.symm import copies, cuda_memory, descriptors
 
 SIZE = cuda_memory.PAGE_BYTES
 TIMEOUT = {"FLUX_MEGATRON_TIMEOUT_S": "1"}
@@ -57,6 +59,28 @@ def test_nothing_is_left_behind(rank):
             gc.collect()
         assert (driver.handles, driver.mapped, driver.reserved) == (set(), {}, {})
         assert len(os.listdir("/proc/self/fd")) == files
+
+
+@pytest.mark.parametrize(
+    ("others", "seen", "spare"),
+    [(["b"], "abc", 0), (["b"], "a", copies.SMS), (["a"], "ab", copies.SMS), ([], "a", 0)],
+    ids=["seen", "not seen", "shared", "alone"],
+)
+def test_copies_to_gpus_that_a_process_does_not_see_get_sms(monkeypatch, others, seen, spare):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(copies, "_made_by_sms", set())
+    monkeypatch.setattr(launch, "sms", lambda device: 132)
+    copies.between(device, "a", others, seen)
+    assert launch.persistent_grid(device, 1000) == (132 - spare,)
+    assert launch.persistent_grid(device, 1000, spare_sms=8) == (124,)
+
+
+@on_cpu_ranks(2)
+def test_an_allocation_says_whose_gpus_are_not_seen(rank):
+    with fake(str(rank)):
+        cuda_memory.allocate(SIZE, dist.group.WORLD, DEVICE)
+        assert copies.spare_sms(DEVICE) == copies.SMS
+    assert copies.spare_sms(DEVICE) == 0
 
 
 REFUSALS = [

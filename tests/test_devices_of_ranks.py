@@ -29,6 +29,8 @@ import flux_megatron
 from flux_megatron import ops, settings
 from flux_megatron.nn import functions, linear_passes, norm
 from flux_megatron.patterns import Pattern
+from flux_megatron.problem import Plan, Tile
+from flux_megatron.symm import copies
 from flux_megatron.symm.workspace import workspaces
 from flux_megatron.tuning import link
 
@@ -93,6 +95,40 @@ def test_ranks_that_see_one_gpu_each():
     """The link is that of ranks which see all GPUs, so plans are the same."""
     expected = [(1, name, None) for name in run_ranks(seen, 2, device="cuda")]
     assert run_ranks(with_one_gpu, 2, device="cuda", environment=ONE_EACH, limit_s=240) == expected
+
+
+WIDE = Tile(128, 256, 64, group_m=16, num_stages=3, tma=True)
+NARROW = Tile(128, 128, 64, group_m=16, num_stages=5, tma=True)
+# In which more tiles wait for other ranks than there are SMs, so that no copy gets one of these.
+FULL = [
+    *(
+        Case("gemm_rs", 4096, 2048, 1024, dtype=torch.bfloat16, kept=0.05, plan=plan)
+        for plan in (
+            Plan("hopper", 1024, WIDE, transport="copy_engine"),
+            Plan("hopper", 512, NARROW, transport="copy_engine"), Plan("pipelined", 512),
+        )
+    ),
+    Case(
+        "ag_gemm", 4096, 2048, 2048, dtype=torch.bfloat16, kept=0.05, plan=Plan("hopper", 512, WIDE)
+    ),
+]  # fmt: skip
+
+
+def full(rank: int) -> int:
+    for case in FULL if ON_HOPPER else FULL[2:3]:
+        given = operands(case, 2, "cuda")
+        for number in range(CALLS):
+            y = cases.call(case, given, dist.group.WORLD)
+            assert_exact(y, given.expected[rank], f"{case} call {number}")
+    return copies.spare_sms(torch.device("cuda", 0))
+
+
+@OWN_GPUS
+@pytest.mark.parametrize(("environment", "spare"), [(ONE_EACH, copies.SMS), (SHORT, 0)])
+def test_pushes_come_while_kernels_hold_all_sms(environment, spare):
+    """Where ranks do not see the GPUs to which they copy, SMs make the copies."""
+    given = {"device": "cuda", "environment": environment, "limit_s": 120}
+    assert run_ranks(full, 2, **given) == [spare, spare]
 
 
 def unshared(rank: int) -> tuple[int, dict, str | None]:

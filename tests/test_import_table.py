@@ -66,7 +66,7 @@ symm: errors problem scaling settings versions | torch | cuda triton
 # Triton's interpreter is written in numpy; compiled kernels never load it. A launch goes into a
 # list of driver calls.
 kernels: errors problem scaling settings symm.channel symm.enqueue symm.program symm.lru_cache
-    symm.signals symm.steps versions | torch triton | numpy
+    symm.copies symm.signals symm.steps versions | torch triton | numpy
 overlap: errors patterns problem scaling settings symm kernels | torch
 # it measures what `overlap` runs; what a measured plan depends on: Triton's version and the link
 # between the GPUs; which tiles are split, for a prediction of them

@@ -17,6 +17,7 @@ import flux_megatron
 from flux_megatron import errors, ops
 from flux_megatron.overlap import calls
 from flux_megatron.problem import Plan, Tile
+from flux_megatron.symm import copies
 
 PATTERNS = ["ag_gemm", "gemm_rs"]
 STRATEGIES = ["fused", "pipelined", "sequential"]
@@ -79,6 +80,19 @@ def test_exact(rank, world_size, pattern, strategy):
 @on_device_ranks("world_size")
 def test_hopper_is_exact(rank, world_size, pattern):
     check_by("hopper", hopper_cases(pattern, world_size))
+
+
+@on_device_ranks(2)
+def test_where_sms_copy_one_cta_waits_before_the_reduction(rank):
+    """The CTAs of the reduction might hold all of them."""
+    with mock.patch.object(copies, "spare_sms", return_value=copies.SMS):
+        for pattern in ("gemm_rs", "gemm_ar"):
+            flux_megatron.reset_report()
+            check_all(Case(pattern, 40, 24, 16, plan=plan) for plan in PLANS["pipelined"])
+            waits = flux_megatron.report().kernels["wait_sources"]
+            reductions = flux_megatron.report().kernels["reduce_received"]
+            gathers = len(PLANS["pipelined"]) if pattern == "gemm_ar" else 0
+            assert waits == reductions + gathers == len(PLANS["pipelined"]) + gathers
 
 
 @on_device_ranks(2)

@@ -12,6 +12,7 @@ import triton
 
 from flux_megatron.kernels import interpreter
 from flux_megatron.problem import Problem, Tile
+from flux_megatron.symm import copies
 from flux_megatron.symm.steps import Slot
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -52,11 +53,12 @@ def sms(device: torch.device) -> int:
 
 
 def persistent_grid(device: torch.device, tiles: int, spare_sms: int = 0) -> tuple[int]:
-    """One CTA an SM, so that all are resident, but for `spare_sms` SMs; interpreted ones run one
-    after another anyway.
+    """One CTA an SM, so that all are resident, but for `spare_sms` SMs, or those that copies need;
+    interpreted ones run one after another anyway.
     """
     if device.type == "cpu":
         return (1,)
+    spare_sms = max(spare_sms, copies.spare_sms(device))
     return (max(1, min(sms(device) - spare_sms, tiles)),)
 
 

@@ -19,6 +19,7 @@ from flux_megatron.kernels.portable.reduce_received import reduce_received
 from flux_megatron.kernels.portable.wait_sources import wait_sources
 from flux_megatron.kernels.rank_barrier import rank_barrier
 from flux_megatron.problem import Problem
+from flux_megatron.symm import copies
 from flux_megatron.symm.channel import Call, Channel
 from flux_megatron.symm.enqueue import Operand, always
 from flux_megatron.symm.program import CallProgram, ChannelSlots
@@ -239,7 +240,13 @@ class ReduceScatter:
 
     def finish(self) -> Slot:
         """y [M_shard, N]: the fp32 sum of the received blocks in rank order."""
-        p = self.channel.program
+        p, M_shard = self.channel.program, self.received.shape[1]
+        if self.staging is not None and copies.spare_sms(p.x.device):
+            # one CTA waits, for those of the reduction may hold all SMs
+            wait_sources(
+                **waits(self.channel), first_source=p.rank + 1, count=p.world_size - 1,
+                world_size=p.world_size, M_shard=M_shard, comm_rows=self.comm_rows,
+            )  # fmt: skip
         with p.phase("reduce"):
             y = reduce_received(self.received, **waits(self.channel), comm_rows=self.comm_rows)
         if self.staging is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron import errors
-from flux_megatron.symm import objects
+from flux_megatron.symm import copies, objects
 from flux_megatron.symm.buffer import SymmetricBuffer
 from flux_megatron.symm.descriptors import Letterbox
 from flux_megatron.symm.groups import timeout_s
@@ -36,13 +36,15 @@ def allocate(size_bytes: int, group: ProcessGroup, device: torch.device) -> Symm
     torch.cuda.synchronize(device)  # the driver's functions need the context that this makes
     memory, mapped = Memory(size_bytes, device), list[Mapping]()
     with contextlib.closing(memory), contextlib.closing(Letterbox()) as box:
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        uuid = _uuid(device.index)
         uuids, addresses, failures = zip(
             *objects.all_gather((uuid, box.address, memory.failure), group), strict=True
         )
         _refuse(size_bytes, failures)
         if len({*uuids}) < len(uuids) and os.environ.get(SHARED_GPUS) != "1":
             raise errors.WorkspaceError(f"several ranks share a GPU: {', '.join(uuids)}")
+        others = [one for rank, one in enumerate(uuids) if rank != group.rank()]
+        copies.between(device, uuid, others, {*map(_uuid, range(torch.cuda.device_count()))})
         failure = ""
         try:
             shared = box.exchange(memory.descriptor, addresses, group.rank(), timeout_s(group))
@@ -69,6 +71,10 @@ def why_not_shared(group: ProcessGroup, device: torch.device) -> str | None:
     except errors.WorkspaceError as error:
         return f"the GPUs share no memory: {error}"
     return None
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
 
 
 def _refuse(size_bytes: int, failures: Sequence[str]) -> None:

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 import typer
 
-import flux_megatron
 from flux_megatron.lab.measure import gpu_run
 from flux_megatron.lab.measure.bridge import WIDTHS
 from flux_megatron.lab.measure.gpu_run import Run
 from flux_megatron.nn import in_transformers
+from flux_megatron.overlap.report import report, reset_report
 
 ARMS = "stock,ours,stock again,ours again"
 BOUND = {"cpu": 1e-5, "cuda": 2e-2}
@@ -56,7 +56,7 @@ def run_arm(run: Run, arm: str, folder: Path, about: Mapping[str, Any]) -> dict[
 
     if arm.startswith("ours"):
         in_transformers()
-    flux_megatron.reset_report()
+    reset_report()
     dtype = getattr(torch, run.about.dtype)
     model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=dtype)
     model.to(run.device).train()
@@ -73,7 +73,7 @@ def run_arm(run: Run, arm: str, folder: Path, about: Mapping[str, Any]) -> dict[
         optimizer.step()
         losses.append(loss.item())
         seconds.append(round(_now(run) - begun, 4))
-    trained = flux_megatron.report()
+    trained = report()
     model.eval()
     begun = _now(run)
     with torch.no_grad():
@@ -82,13 +82,13 @@ def run_arm(run: Run, arm: str, folder: Path, about: Mapping[str, Any]) -> dict[
             do_sample=False, pad_token_id=0,
         )  # fmt: skip
     decode_s = round(_now(run) - begun, 3)
-    report = flux_megatron.report()
+    all_calls = report()
     return {
         "losses": losses, "seconds": seconds, "median_s": statistics.median(seconds[2:] or seconds),
         "calls": trained.total, "overlapped": trained.overlapped,
-        "calls_decode": report.total - trained.total,
-        "overlapped_decode": report.overlapped - trained.overlapped, "decode_s": decode_s,
-        "fallbacks": {f"{pattern}: {why}": n for (pattern, why), n in report.fallbacks.items()},
+        "calls_decode": all_calls.total - trained.total,
+        "overlapped_decode": all_calls.overlapped - trained.overlapped, "decode_s": decode_s,
+        "fallbacks": {f"{pattern}: {why}": n for (pattern, why), n in all_calls.fallbacks.items()},
         "generated": tokens[0].tolist(),
     }  # fmt: skip
 

@@ -1,0 +1,30 @@
+"""Which copies between GPUs are made by SMs.
+
+The driver leaves copies to GPUs that a process sees to a copy engine, and copies within a GPU to
+SMs. So it does, it seems, with memory of a GPU that a process does not see, as where each rank sees
+one. A kernel that holds all SMs until such a copy has come waits forever. Races of GEMM+RS with N =
+K = 2048 stood still so in verl's workers at M = 8192, and not at 4096, where 128 of 132 SMs wait (2
+x H200, 2026-11-29, h200x2/checks.jsonl); on a GPU that ranks share pushes came late at the same
+sizes (h200/checks.jsonl).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+SMS = 4  # that our kernels leave to them
+
+_made_by_sms: set[torch.device] = set()
+
+
+def between(device: torch.device, own: str, others: Sequence[str], seen: Collection[str]) -> None:
+    """Remember who copies from the GPU `own` to `others`, of those that this process has `seen`."""
+    if any(one == own or one not in seen for one in others):
+        _made_by_sms.add(device)
+
+
+def spare_sms(device: torch.device) -> int:
+    """How many SMs a kernel leaves that may wait for copies."""
+    return SMS if device in _made_by_sms else 0
