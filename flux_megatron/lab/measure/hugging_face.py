@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,6 @@ def main(
 ) -> None:  # fmt: skip
     """Be one of the ranks. `family` is Qwen3 or Llama, `widths` are of `bridge.WIDTHS`."""
     run = gpu_run.start_on(device, out, commit, seconds)
-    import transformers
     from transformers.distributed import tensor_parallel as theirs
 
     stock = {style: theirs.ALL_PARALLEL_STYLES[style] for style in STYLES}
@@ -116,7 +116,7 @@ def main(
     about = {
         "family": family, "widths": widths or ("tiny" if small else "8b"), "samples": samples,
         "layers": layers or (2 if small else 4), "tokens": tokens or (16 if small else 4096),
-        "steps": steps or (3 if small else 12), "transformers": transformers.__version__,
+        "steps": steps or (3 if small else 12), "transformers": version("transformers"),
     }  # fmt: skip
     folders = [tempfile.mkdtemp() if run.group.rank() == 0 else None]
     dist.broadcast_object_list(folders)
