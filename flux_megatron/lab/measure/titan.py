@@ -7,9 +7,9 @@
 Arms: `stock`; `inductor`, its async-TP by the compiler; `fused`, its async-TP by fused projections;
 `ours`, by `flux_titan.py` of docs/pytorch.md. On the CPU a tiny Llama-3 runs `stock` and `ours`,
 kernels interpreted: `inductor` and `fused` need torch's symmetric memory. Each arm runs eager and
-compiled by blocks; `inductor` compiled only. What follows `--` goes to torchtitan, as
-`-- activation-checkpoint:none`. More `--ranks` than `--tp` are FSDP's. Text and tokenizer are
-made on the spot.
+compiled by blocks, or as `--modes` says; `inductor` compiled only. What follows `--` goes to
+torchtitan, as `-- activation-checkpoint:none`. More `--ranks` than `--tp` are FSDP's. Text and
+tokenizer are made on the spot.
 
 A row a run: losses, gradient norms, milliseconds between steps, calls of ours that overlapped,
 graphs and graph breaks of torch.compile. Exits 1 if the losses of an arm are not stock's.
@@ -106,7 +106,7 @@ def show(arm: str, row: dict[str, Any], losses: list[float]) -> float:
 def main(
     out: Path, options: Annotated[list[str] | None, typer.Argument()] = None,
     commit: str = "unknown", tp: int = 2, ranks: int = 0, steps: int = 0, layers: int = 0,
-    rounds: int = 0, device: str = "cuda", arms: str = "",
+    rounds: int = 0, device: str = "cuda", arms: str = "", modes: str = "eager,compiled",
 ) -> None:  # fmt: skip
     """Run every arm `rounds` times, in turn; the first one has the losses of the others."""
     small, ranks, options = device == "cpu", ranks or tp, options or []
@@ -120,7 +120,8 @@ def main(
     worst = 0.0
     with tempfile.TemporaryDirectory() as name:
         write_text(Path(name))
-        for number, compiled in itertools.product(range(rounds), (False, True)):
+        for number, mode in itertools.product(range(rounds), modes.split(",")):
+            compiled = mode == "compiled"
             losses: list[float] = []
             for arm in arms.split(",") if arms else ARMS[device]:
                 if arm == "inductor" and not compiled:
