@@ -70,7 +70,7 @@ def test_copies_to_gpus_that_a_process_does_not_see_get_sms(monkeypatch, others,
     device = torch.device("cuda", 0)
     monkeypatch.setattr(copies, "_made_by_sms", set())
     monkeypatch.setattr(launch, "sms", lambda device: 132)
-    copies.between(device, "a", others, seen)
+    copies.note_peers(device, "a", others, seen)
     assert launch.persistent_grid(device, 1000) == (132 - spare,)
     assert launch.persistent_grid(device, 1000, spare_sms=8) == (124,)
 

@@ -127,7 +127,7 @@ def full(rank: int) -> int:
 @pytest.mark.parametrize(("environment", "spare"), [(ONE_EACH, copies.SMS), (SHORT, 0)])
 def test_pushes_come_while_kernels_hold_all_sms(environment, spare):
     """Where ranks do not see the GPUs to which they copy, SMs make the copies."""
-    given = {"device": "cuda", "environment": environment, "limit_s": 120}
+    given = {"device": "cuda", "environment": environment, "limit_s": 240}
     assert run_ranks(full, 2, **given) == [spare, spare]
 
 

@@ -19,12 +19,16 @@ SMS = 4  # that our kernels leave to them
 _made_by_sms: set[torch.device] = set()
 
 
-def between(device: torch.device, own: str, others: Sequence[str], seen: Collection[str]) -> None:
-    """Remember who copies from the GPU `own` to `others`, of those that this process has `seen`."""
+def note_peers(
+    device: torch.device, own: str, others: Sequence[str], seen: Collection[str]
+) -> None:
+    """SMs copy from the GPU `own` to one of `others` that is the same, or that this process has not
+    `seen`. All are names of GPUs.
+    """
     if any(one == own or one not in seen for one in others):
         _made_by_sms.add(device)
 
 
 def spare_sms(device: torch.device) -> int:
-    """How many SMs a kernel leaves that may wait for copies."""
+    """How many SMs a kernel leaves free that may wait for copies."""
     return SMS if device in _made_by_sms else 0

@@ -44,7 +44,7 @@ def allocate(size_bytes: int, group: ProcessGroup, device: torch.device) -> Symm
         if len({*uuids}) < len(uuids) and os.environ.get(SHARED_GPUS) != "1":
             raise errors.WorkspaceError(f"several ranks share a GPU: {', '.join(uuids)}")
         others = [one for rank, one in enumerate(uuids) if rank != group.rank()]
-        copies.between(device, uuid, others, {*map(_uuid, range(torch.cuda.device_count()))})
+        copies.note_peers(device, uuid, others, {*map(_uuid, range(torch.cuda.device_count()))})
         failure = ""
         try:
             shared = box.exchange(memory.descriptor, addresses, group.rank(), timeout_s(group))

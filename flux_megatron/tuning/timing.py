@@ -177,9 +177,9 @@ class _CudaTurns:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()
+        end.record()
         if start.query():  # the device was there before all was enqueued
             self._hide = min(2 * self._hide, HIDE_MOST)
-        end.record()
         end.synchronize()
         time_us = start.elapsed_time(end) * 1e3
         outlived = load is not None and load.ended()

@@ -12,6 +12,7 @@ the same. Exits 1 where losses are further apart than `BOUND` or ours overlapped
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import tempfile
 import time
@@ -123,6 +124,7 @@ def main(
     folder = Path(str(folders[0]))
     save_model(run, folder, family, about)
     first: dict[str, Any] = {}
+    names = arms.split(",")
 
     def measure(arm: str) -> bool:
         for style in STYLES:
@@ -138,9 +140,11 @@ def main(
             f"{seen['overlapped']} of {seen['calls']} calls overlapped, decoding "
             f"{seen['overlapped_decode']} of {seen['calls_decode']}, same tokens: {same}"
         )
+        if arm == names[-1] and run.group.rank() == 0:
+            shutil.rmtree(folder)
         return apart <= BOUND[device] and (seen["overlapped"] > 0) == arm.startswith("ours")
 
-    gpu_run.measure_each(run, arms.split(","), measure)
+    gpu_run.measure_each(run, names, measure)
 
 
 if __name__ == "__main__":

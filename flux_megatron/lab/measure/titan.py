@@ -121,7 +121,7 @@ def main(
     with tempfile.TemporaryDirectory() as name:
         write_text(Path(name))
         for number, mode in itertools.product(range(rounds), modes.split(",")):
-            compiled = mode == "compiled"
+            compiled = {"eager": False, "compiled": True}[mode]
             losses: list[float] = []
             for arm in arms.split(",") if arms else ARMS[device]:
                 if arm == "inductor" and not compiled:
