@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | FLUX_MEGATRON_STRATEGY | `auto`, or the one strategy of every call, such as `fused` | auto |
 | FLUX_MEGATRON_STRICT | 1: raise where a call would run without overlap | 0 |
-| FLUX_MEGATRON_TIMEOUT_S | seconds of a wait for another rank, 60 at most in a race | .8 of its group's |
+| FLUX_MEGATRON_TIMEOUT_S | seconds of a wait for a rank, in races 60 at most | .8 of its group's |
 | FLUX_MEGATRON_POISON | 1: fill symmetric buffers with NaN after use, to find stale reads | 0 |
 | FLUX_MEGATRON_TUNE | `on`: the first call of a layer kind races plans; `auto`: on GPUs | auto |
 | FLUX_MEGATRON_TUNE_SECONDS | seconds that these races may take in a run, compiling aside | 10 |
