@@ -1,11 +1,11 @@
 """Which copies between GPUs are made by SMs.
 
 The driver leaves copies to GPUs that a process sees to a copy engine, and copies within a GPU to
-SMs. So it does, it seems, with memory of a GPU that a process does not see, as where each rank sees
-one. A kernel that holds all SMs until such a copy has come waits forever. Races of GEMM+RS with N =
-K = 2048 stood still so in verl's workers at M = 8192, and not at 4096, where 128 of 132 SMs wait (2
-x H200, 2026-11-29, h200x2/checks.jsonl); on a GPU that ranks share pushes came late at the same
-sizes (h200/checks.jsonl).
+SMs, by three of its calls, a hint to overlap included (one H200, 2026-11-29, h200/checks.jsonl). So
+it does, it seems, with memory of a GPU that a process does not see, as where each rank sees one:
+GEMM+RS by copy engines takes 160 us there instead of 108 (M 8192, N = K = 2048,
+h200x2/checks.jsonl). A kernel that holds all SMs until such a copy has come waits forever: so races
+of this shape stood still in verl's workers, and not at M = 4096, where 128 of 132 SMs wait.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ weights by name for a rollout engine, offload.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ def configuration(folder: Path, about: Mapping[str, Any]) -> Any:
         "megatron_cfg.tensor_model_parallel_size": about["tp"],
         "megatron_cfg.sequence_parallel": about["sp"],
         "megatron_cfg.env_vars": dict(about["runtime_env"]["env_vars"]),
-        "megatron_cfg.optimizer.lr": 1e-3, "megatron_cfg.train_iters": 1000,
+        "megatron_cfg.optimizer.lr": about["lr"], "megatron_cfg.train_iters": 1000,
         "megatron_cfg.scheduler.lr_warmup_iters": 0,
         "offload_optimizer_for_logprob": True,
     }  # fmt: skip
@@ -93,9 +94,9 @@ def run(folder: Path, about: Mapping[str, Any]) -> tuple[dict[str, list], list[A
     workers = policy.worker_group.workers
     loss_of = ClippedPGLossFn(ClippedPGLossConfig())
     policy.prepare_refit_info()
-    seen: dict[str, list] = {"losses": [], "norms": [], "log_probs": []}
+    seen: dict[str, list] = {"losses": [], "norms": [], "log_probs": [], "step_s": []}
     for step in range(about["steps"]):
-        data = batch(about["size"], step)
+        data, begun = batch(about["size"], step), time.perf_counter()
         policy.prepare_for_lp_inference()
         own = policy.get_logprobs(data)["logprobs"]
         reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
@@ -106,6 +107,7 @@ def run(folder: Path, about: Mapping[str, Any]) -> tuple[dict[str, list], list[A
         policy.offload_before_refit()
         ray.get([worker.__ray_call__.remote(weights) for worker in workers])
         policy.offload_after_refit()
+        seen["step_s"].append(round(time.perf_counter() - begun, 3))
         seen["losses"] += torch.as_tensor(result["loss"]).flatten().tolist()
         seen["norms"] += torch.as_tensor(result["grad_norm"]).flatten().tolist()
         seen["log_probs"] += [own, reference]

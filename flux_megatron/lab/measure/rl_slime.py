@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 GIVEN = ("log_probs", "ref_log_probs", "values")
+STEP = "perf/train_time"  # seconds of a step: log-probabilities, reference, training
 
 
 def rollouts(folder: Path, about: Mapping[str, Any]) -> None:
@@ -57,7 +58,7 @@ def arguments(folder: Path, about: Mapping[str, Any]) -> list[str]:
         "rollout-batch-size": size["sequences"] // 2, "n-samples-per-prompt": 2,
         "num-steps-per-rollout": 2, "max-tokens-per-gpu": size["tokens"],
         "data-pad-size-multiplier": 2 if small else 128, "advantage-estimator": "grpo",
-        "kl-loss-coef": "0.01", "lr": "1e-3", "lr-decay-style": "constant",
+        "kl-loss-coef": "0.01", "lr": about["lr"], "lr-decay-style": "constant",
         "attention-dropout": 0.0, "hidden-dropout": 0.0,
         "load-debug-rollout-data": str(folder / "rollout_{rollout_id}.pt"),
         "save-debug-train-data": str(folder / "train_{rollout_id}.pt"),
@@ -105,11 +106,13 @@ def run(folder: Path, about: Mapping[str, Any]) -> tuple[dict[str, list], list[A
     ray.init(runtime_env=hook, **about["ray"])  # variables are for `--train-env-vars`
     train(args)
     workers = [worker for group in groups for worker in group._actor_handlers]
-    seen: dict[str, list] = {"losses": [], "norms": [], "log_probs": []}
+    seen: dict[str, list] = {"losses": [], "norms": [], "log_probs": [], "step_s": []}
     first = [group._actor_handlers[0] for group in groups]
-    for logged in ray.get([worker.__ray_call__.remote(steps) for worker in first]):
-        seen["losses"] += [one for step in logged for name, one in step.items() if "loss" in name]
-        seen["norms"] += [step[name] for step in logged for name in step if "grad_norm" in name]
+    for logged in ray.get([worker.__ray_call__.remote(all_logged) for worker in first]):
+        steps = [one for one in logged if "train/step" in one]
+        seen["losses"] += [one for step in steps for name, one in step.items() if "loss" in name]
+        seen["norms"] += [step[name] for step in steps for name in step if "grad_norm" in name]
+        seen["step_s"] += [round(one[STEP], 3) for one in logged if STEP in one]
     for step in range(about["steps"]):
         for sample in torch.load(folder / f"train_{step}.pt", weights_only=False)["samples"]:
             seen["log_probs"] += [sample[name].float() for name in GIVEN if name in sample]
@@ -119,8 +122,8 @@ def run(folder: Path, about: Mapping[str, Any]) -> tuple[dict[str, list], list[A
     return seen, workers
 
 
-def steps(_: Any) -> list[dict[str, Any]]:
-    """What a worker has logged of its training steps."""
+def all_logged(_: Any) -> list[dict[str, Any]]:
+    """What a worker has logged."""
     from flux_megatron.lab.measure import rl_rank
 
-    return [one for one in rl_rank.LOGGED if "train/step" in one]
+    return rl_rank.LOGGED

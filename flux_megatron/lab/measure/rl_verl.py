@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import types
 from collections.abc import Mapping
 from functools import partial
@@ -36,7 +37,10 @@ def configuration(folder: Path, about: Mapping[str, Any]) -> Any:
         at = f"{role}.megatron.override_transformer_config"
         given.append(f"++{at}.attention_backend=auto")
     for role in ("actor_rollout_ref.actor", "critic"):
-        given += [f"{role}.optim.lr=1e-3", f"{role}.optim.total_training_steps={about['steps']}"]
+        given += [
+            f"{role}.optim.lr={about['lr']}",
+            f"{role}.optim.total_training_steps={about['steps']}",
+        ]
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("ppo_trainer", overrides=given)
 
@@ -115,15 +119,16 @@ def run(folder: Path, about: Mapping[str, Any]) -> tuple[dict[str, list], list[A
         config=config, actor_rollout_wg=actor, ref_policy_wg=actor, critic_wg=critic,
         ref_in_actor=False, distillation_config=None,
     )  # fmt: skip
-    seen: dict[str, list] = {"losses": [], "norms": [], "log_probs": []}
+    seen: dict[str, list] = {"losses": [], "norms": [], "log_probs": [], "step_s": []}
     for step in range(about["steps"]):
-        data = batch(about["size"], step)
+        data, begun = batch(about["size"], step), time.perf_counter()
         data = data.union(Trainer._compute_old_log_prob(trainer, data)[0])
         data = data.union(Trainer._compute_ref_log_prob(trainer, data))
         data = data.union(Trainer._compute_values(trainer, data))
         of_critic = Trainer._update_critic(trainer, data).meta_info["metrics"]
         of_actor = Trainer._update_actor(trainer, data).meta_info["metrics"]
         ray.get(actor.update_weights(global_steps=step))
+        seen["step_s"].append(round(time.perf_counter() - begun, 3))
         seen["losses"] += [*of_actor["actor/loss"], *of_critic["critic/loss"]]
         seen["norms"] += [*of_actor["actor/grad_norm"], *of_critic["critic/grad_norm"]]
         for name in ("old_log_probs", "ref_log_prob", "values"):
