@@ -13,8 +13,8 @@ of Qwen3-8B's widths and TransformerEngine's layers in bf16; on the CPU tiny, of
 fp32, and `rl_rank.py` says what stands for a GPU.
 
 Arms run one after the other; `ours` is FLUX_MEGATRON_ENABLE=1 where the framework takes variables.
-A row an arm: losses and gradient norms, seconds of each step (slime: of its training) and of all
-with the start of the workers, calls, fallbacks with their reasons,
+A row an arm: losses and gradient norms, seconds of each step without what goes to the rollout
+engine, and of all with the start of the workers, calls, fallbacks with their reasons,
 and how far losses, log-probabilities and sent weights are from stock's, relative to the largest.
 Exits 1 if an arm failed, is further apart than `BOUND`, or overlapped no call.
 """
@@ -43,7 +43,7 @@ ARMS = "stock,ours,stock again"
 BOUND = {"cpu": 1e-5, "cuda": 5e-2}
 SIZES = {
     "8b": {"sequences": 32, "tokens": 16384, "prompt": 1024, "response": 3072},
-    "1.7b": {"sequences": 32, "tokens": 8192, "prompt": 512, "response": 1536},
+    "1.7b": {"sequences": 64, "tokens": 8192, "prompt": 1024, "response": 3072},
     "tiny": {"sequences": 8, "tokens": 64, "prompt": 12, "response": 20},
 }
 PACKAGES = ("verl", "ray", "megatron-core", "megatron-bridge", "transformer-engine", "torch")

@@ -104,10 +104,10 @@ def run(folder: Path, about: Mapping[str, Any]) -> tuple[dict[str, list], list[A
                  "reference_policy_logprobs": reference}  # fmt: skip
         policy.prepare_for_training()
         result = policy.train(data, loss_of)
+        seen["step_s"].append(round(time.perf_counter() - begun, 3))
         policy.offload_before_refit()
         ray.get([worker.__ray_call__.remote(weights) for worker in workers])
         policy.offload_after_refit()
-        seen["step_s"].append(round(time.perf_counter() - begun, 3))
         seen["losses"] += torch.as_tensor(result["loss"]).flatten().tolist()
         seen["norms"] += torch.as_tensor(result["grad_norm"]).flatten().tolist()
         seen["log_probs"] += [own, reference]

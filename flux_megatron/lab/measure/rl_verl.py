@@ -127,8 +127,8 @@ def run(folder: Path, about: Mapping[str, Any]) -> tuple[dict[str, list], list[A
         data = data.union(Trainer._compute_values(trainer, data))
         of_critic = Trainer._update_critic(trainer, data).meta_info["metrics"]
         of_actor = Trainer._update_actor(trainer, data).meta_info["metrics"]
-        ray.get(actor.update_weights(global_steps=step))
         seen["step_s"].append(round(time.perf_counter() - begun, 3))
+        ray.get(actor.update_weights(global_steps=step))
         seen["losses"] += [*of_actor["actor/loss"], *of_critic["critic/loss"]]
         seen["norms"] += [*of_actor["actor/grad_norm"], *of_critic["critic/grad_norm"]]
         for name in ("old_log_probs", "ref_log_prob", "values"):
