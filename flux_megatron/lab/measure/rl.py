@@ -43,7 +43,7 @@ ARMS = "stock,ours,stock again"
 BOUND = {"cpu": 1e-5, "cuda": 5e-2}
 SIZES = {
     "8b": {"sequences": 32, "tokens": 16384, "prompt": 1024, "response": 3072},
-    "1.7b": {"sequences": 64, "tokens": 8192, "prompt": 1024, "response": 3072},
+    "1.7b": {"sequences": 8, "tokens": 2048, "prompt": 128, "response": 384},
     "tiny": {"sequences": 8, "tokens": 64, "prompt": 12, "response": 20},
 }
 PACKAGES = ("verl", "ray", "megatron-core", "megatron-bridge", "transformer-engine", "torch")
