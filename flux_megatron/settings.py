@@ -12,7 +12,7 @@
 | FLUX_MEGATRON_CACHE | folder of measured plans | ~/.cache/flux_megatron |
 | FLUX_MEGATRON_NVTX | 1: NVTX ranges around every phase of a call | 0 |
 | FLUX_MEGATRON_NATIVE | 1: C makes the driver calls; 0: Python does; below | 1 |
-| FLUX_MEGATRON_ALLOW | what `--flux-allow` names, with spaces between | |
+| FLUX_MEGATRON_ALLOW | what `--flux-allow` names, with spaces or commas between | |
 | FLUX_MEGATRON_EXPERTS_ONCE | 1: a token travels once to a rank of its experts | 0 |
 | FLUX_MEGATRON_FP8_WIRE | 1: FP8 GEMM+RS of `hopper` sends partial sums in e4m3 | 0 |
 | FLUX_MEGATRON_ENABLE | 1: `flux_megatron.enable()` where Megatron begins | 0 |
@@ -103,10 +103,15 @@ def _one_of(values: tuple[str, ...]) -> Callable[[str, str], str]:
     return read
 
 
+def names_in(text: str) -> tuple[str, ...]:
+    """Names with spaces or commas between."""
+    return tuple(text.replace(",", " ").split())
+
+
 _READ: dict[str, Callable[[str, str], Any]] = {
     "strategy": _one_of(STRATEGIES), "tune": _one_of(TUNE), "beside": _one_of(BESIDE),
-    "timeout_s": _seconds, "tune_seconds": _seconds, "allow": lambda _, text: tuple(text.split()),
-    "cache": _folder,
+    "timeout_s": _seconds, "tune_seconds": _seconds, "cache": _folder,
+    "allow": lambda _, text: names_in(text),
 }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def test_defaults():
 def test_every_variable_is_read():
     environment = named(
         STRATEGY="pipelined", STRICT="1", TIMEOUT_S="2.5", POISON="1", TUNE="on", TUNE_SECONDS="7",
-        BESIDE="1", CACHE="/somewhere", NVTX="1", NATIVE="0", ALLOW="sft  train_step", ENABLE="1",
+        BESIDE="1", CACHE="/somewhere", NVTX="1", NATIVE="0", ALLOW="sft,  train_step", ENABLE="1",
         FP8_WIRE="1", EXPERTS_ONCE="1",
     )  # fmt: skip
     assert environment.keys() == named(**{n.upper(): "" for n in fields}).keys()

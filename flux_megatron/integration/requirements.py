@@ -95,7 +95,8 @@ def refusals(args: Any, known: Mapping[str, Argument], parsed: Any = None) -> li
 
 def names_allowed(args: Any) -> frozenset[str]:
     """Those of `--flux-allow`, by default of FLUX_MEGATRON_ALLOW."""
-    names = getattr(args, "flux_allow", None) or settings.read(os.environ).allow
+    given = getattr(args, "flux_allow", None)
+    names = settings.names_in(" ".join(given)) if given else settings.read(os.environ).allow
     return frozenset(name.lstrip("-") for name in names)
 
 

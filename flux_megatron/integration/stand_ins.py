@@ -51,13 +51,13 @@ def check_megatron(allow: tuple[str, ...] | None = None) -> None:
     """
     warn_of_untested(MEGATRON_CORE)
     allowed = allow or settings.get().allow
-    refused = [
-        f"  {name}: {why}; FLUX_MEGATRON_ALLOW={name} goes on"
-        for name, why in installed.changed()
-        if name in RELIED_ON and name not in allowed
-    ]
+    refused = {
+        name: why for name, why in installed.changed() if name in RELIED_ON and name not in allowed
+    }
     if refused:
-        raise ValueError("our layers cannot replace Megatron's:\n" + "\n".join(refused))
+        lines = "\n".join(f"  {name}: {why}" for name, why in refused.items())
+        way_on = f"FLUX_MEGATRON_ALLOW={','.join((*allowed, *refused))} goes on"
+        raise ValueError(f"our layers cannot replace Megatron's:\n{lines}\n{way_on}")
 
 
 def by_class() -> dict[type, type[Any]]:

@@ -97,7 +97,7 @@ def test_unknown_and_refused_arguments_are_named(line, expected):
 
 
 def test_what_is_allowed_goes_on_and_is_said(monkeypatch, capsys):
-    check("--brand-new", "1", "--sft", "--flux-allow", "sft", "brand-new", "unused")
+    check("--brand-new", "1", "--sft", "--flux-allow", "sft,brand-new", "unused")
     printed = "flux_megatron: --flux-allow goes on with --sft, --brand-new\n"
     assert capsys.readouterr().out == printed
     monkeypatch.setenv("FLUX_MEGATRON_ALLOW", "brand-new")
