@@ -95,10 +95,16 @@ def test_a_kind_has_entries_of_every_m_those_of_this_software_first(tmp_path):
     here, other = at(8192), at(64, replace(HERE, driver="1", sources="old", max_connections="8"))
     others = [replace(PROBLEM, **{field: value}) for field, value in PROBLEM_CHANGES.items()]
     of_others = [replace(ENTRY, problem=problem) for problem in others if problem.M == PROBLEM.M]
-    for entry in (*of_others, at(2048, replace(HERE, link="pcie")), other, here):
+    hidden = at(4096, replace(HERE, link=HERE.link + ", hidden"))
+    for entry in (*of_others, at(2048, replace(HERE, link="pcie")), other, hidden, here):
         plan_cache.store(tmp_path, entry)
-    assert opened(tmp_path).of_kind(KIND, here=False) == [here, other]
+    first, *rest = opened(tmp_path).of_kind(KIND, here=False)
+    assert first == here
+    assert sorted(rest, key=lambda one: one.problem.M) == [other, hidden]
     assert opened(tmp_path).of_kind(KIND, here=True) == [here]
+    under_ray = opened(tmp_path, where=hidden.environment)
+    assert under_ray.of_kind(KIND, here=False)[0] == hidden
+    assert under_ray.of_kind(KIND, here=True) == [hidden]
 
 
 def at(M: int, where: Environment = HERE) -> Entry:

@@ -94,12 +94,12 @@ def seen(monkeypatch):
 
 
 def test_gpus_that_are_not_visible_are_asked_by_nvml(seen, monkeypatch):
-    """Others by CUDA; a GPU alone has no known link."""
+    """Others by CUDA; a GPU alone has no known link. What a process does not see is another one."""
     assert seen(2, OSError("no NVML")) == "nvlink"
     assert seen(2, OSError("no NVML"), atomics=0) == "pcie"
-    assert seen(1, nvml(3, {})) == "nvlink"
-    assert seen(1, nvml(3, {(1, 2): 5})) == "pcie"
-    assert seen(1, nvml(3, {(0, 2): 5, (1, 1): 5})) == "nvlink", "it is the second one"
+    assert seen(1, nvml(3, {})) == "nvlink, hidden"
+    assert seen(1, nvml(3, {(1, 2): 5})) == "pcie, hidden"
+    assert seen(1, nvml(3, {(0, 2): 5, (1, 1): 5})) == "nvlink, hidden", "it is the second one"
     assert seen(1, OSError("no NVML")) == "unknown"
     monkeypatch.setattr(sys.modules[__name__], "UUIDS", [b"GPU-b"])
     assert seen(1, nvml(1, {})) == "unknown"

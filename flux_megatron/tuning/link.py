@@ -9,17 +9,25 @@ import torch
 
 NVML = "libnvidia-ml.so.1"
 _ATOMICS = 3  # NVML_P2P_CAPS_INDEX_ATOMICS
+HIDDEN = ", hidden"
 
 
 def of(device: torch.device) -> str:
     """ "nvlink" if it has native atomics with every other GPU, as NVLink gives, else "pcie":
     with those that this process sees, or where it sees no other, as under Ray, with those of the
-    node. "unknown" where there is none.
+    node, and `HIDDEN` behind it: copies take longer there (`symm.copies`). "unknown" where there is
+    none.
     """
-    answers = [*_of_visible(device)] or [*_of_node(device)]
+    visible = [*_of_visible(device)]
+    answers = visible or [*_of_node(device)]
     if not answers:
         return "unknown"
-    return "nvlink" if all(answers) else "pcie"
+    return ("nvlink" if all(answers) else "pcie") + HIDDEN * (not visible)
+
+
+def name(link: str) -> str:
+    """Without whether a process sees it."""
+    return link.removesuffix(HIDDEN)
 
 
 def _of_visible(device: torch.device) -> Iterator[bool]:

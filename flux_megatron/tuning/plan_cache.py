@@ -25,7 +25,7 @@ import torch
 
 from flux_megatron import shipped
 from flux_megatron.problem import Problem
-from flux_megatron.tuning import environment
+from flux_megatron.tuning import environment, link
 from flux_megatron.tuning.environment import Environment
 from flux_megatron.tuning.plan_entry import FORMAT, AnyEntry, E, decode
 
@@ -48,13 +48,14 @@ class PlanCache(Generic[E]):
 
     def of_kind(self, kind: Problem, here: bool) -> list[E]:
         """Entries of the problem whatever its M, on this GPU and link: those measured in this
-        environment, then, unless only they are wanted (`here`), those with other software.
+        environment, then, unless only they are wanted (`here`), those with other software, or where
+        a process sees the link that does not here, or the reverse.
         """
-        gpu, link = self.environment.gpu, self.environment.link
+        gpu, link_here = self.environment.gpu, link.name(self.environment.link)
         found = [
             e for e in self.entries
             if replace(e.problem, M=0) == kind
-            and (e.environment.gpu, e.environment.link) == (gpu, link)
+            and (e.environment.gpu, link.name(e.environment.link)) == (gpu, link_here)
         ]  # fmt: skip
         found.sort(key=lambda one: not self.is_here(one))
         return [one for one in found if self.is_here(one)] if here else found
