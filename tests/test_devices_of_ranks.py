@@ -92,8 +92,9 @@ def seen(rank: int) -> str:
 
 @OWN_GPUS
 def test_ranks_that_see_one_gpu_each():
-    """The link is that of ranks which see all GPUs, so plans are the same."""
-    expected = [(1, name, None) for name in run_ranks(seen, 2, device="cuda")]
+    """The link is that of ranks which see all GPUs, but hidden from these: plans are their own."""
+    links = run_ranks(seen, 2, device="cuda")
+    expected = [(1, name + link.HIDDEN, None) for name in links]
     assert run_ranks(with_one_gpu, 2, device="cuda", environment=ONE_EACH, limit_s=240) == expected
 
 
