@@ -56,9 +56,17 @@ ONE_WORKER = (
 FIRST = ("test_train_runs", "test_tuner_command", "test_tuner", "test_wheel")
 # files with bounds on seconds: beside other tests they would measure those
 ALONE = ("test_bad_inputs", "test_timing")
-# files that take minutes, which scripts/test.sh leaves out, and what they are about: folders below
-# tests/ and flux_megatron/ whose change brings them back, as their own does
+# what makes a call, beside its kernels
+_CALLS = ("overlap/", "symm/", "expert_parallel/", "embedding/", "device/", "scaling.py")
+_KINDS = ("", "device_", "embedding_", "signalled_expert_", "token_")  # of lists of mutants
+# files that take minutes, which scripts/test.sh leaves out, and what they are about: folders and
+# files below tests/ and flux_megatron/ whose change brings them back, as their own does
 WHOLE = {
+    "test_mutants": (*_CALLS, *(f"protocol/{kind}mutants.diff" for kind in _KINDS)),
+    "test_virtual_ranks": _CALLS,
+    "test_word_ranks": _CALLS,
+    "test_offline_calls": (*_CALLS, "nn/", "dispatch.py", "ops.py", "operators.py", "pieces.py"),
+    "test_row_kernels": (),
     "test_ptx": (),
     "test_hopper_ptx": (),
     "test_expert_ptx": (),
@@ -110,11 +118,11 @@ def of_the_whole(file: str, callspec: Any, changed: frozenset[str] | None = CHAN
     """Whether a test is of the whole suite alone: it takes minutes, or it is a mutant, and nothing
     that it is about has changed.
     """
-    if file in WHOLE:
+    mutant = callspec.params.get("mutant") if callspec else None
+    if mutant is None and file in WHOLE:
         about = tuple(f"{top}/{path}" for path in WHOLE[file] for top in ("tests", "flux_megatron"))
         own = f"/{file}.py"
         return not any(path.startswith(about) or path.endswith(own) for path in changed or ())
-    mutant = callspec.params.get("mutant") if callspec else None
     if mutant is None or changed is None or mutant.name in changed:
         return False
     test, _, _ = getattr(mutant, "test", "").partition("::")
