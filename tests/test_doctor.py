@@ -13,7 +13,8 @@ import pytest
 import torch
 from without_torch import without_torch
 
-from flux_megatron import doctor, settings
+from flux_megatron import doctor, lab_commands, settings
+from flux_megatron.command_errors import EXTRAS
 from flux_megatron.doctor import Finding, Wanted, calls, examine, machine, packages
 from flux_megatron.errors import BadInput
 from flux_megatron.kernels.hopper import gemm as hopper_gemm
@@ -48,6 +49,16 @@ def test_missing_torch_is_said_and_stops_a_run():
     done = without_torch("--json", "-", code=code, more=("numpy",), expected=1)
     missing = [r["subject"] for r in json.loads(done.stdout) if r["text"] == "not installed"]
     assert {"torch", "numpy"} <= {*missing}
+
+
+@pytest.mark.parametrize(("installed", "wanted"), [(True, "train"), (False, "launch")])
+def test_packages_of_the_laboratory_are_for_where_it_is(monkeypatch, installed, wanted):
+    monkeypatch.setattr(lab_commands, "is_installed", lambda command: installed)
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    found = {one.subject: one.remedy for one in packages.other_packages(Wanted())}
+    expected = {name for name, extra in EXTRAS.items() if extra in ("launch", wanted)}
+    assert {name for name in EXTRAS if name in found} == expected
+    assert found["yaml"] == "pip install 'flux-megatron[launch]'"
 
 
 def test_missing_gpus_stop_a_run(monkeypatch):

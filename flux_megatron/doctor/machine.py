@@ -39,7 +39,7 @@ def _links(count: int) -> Iterator[Finding]:
     closed = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
     if closed:
         text = f"not between {', '.join(f'{i} and {j}' for i, j in closed if i < j)}"
-        remedy = "calls run on NCCL, without overlap; look at nvidia-smi topo -p2p r"
+        remedy = "`signalled` alone overlaps; look at nvidia-smi topo -p2p r"
         yield Finding("peer access", "note", text, remedy)
     else:
         yield Finding("peer access", "ok", f"between all {count} GPUs")
@@ -50,7 +50,7 @@ def _links(count: int) -> Iterator[Finding]:
     memory = cuda_memory.Memory(cuda_memory.PAGE_BYTES, torch.device("cuda", 0))
     memory.close()
     if memory.failure:
-        remedy = "calls run on NCCL, without overlap; ask for the driver's cuMemCreate"
+        remedy = "`signalled` alone overlaps; ask for the driver's cuMemCreate"
         yield Finding("symmetric memory", "note", memory.failure, remedy)
     else:
         yield Finding("symmetric memory", "ok", "the driver makes it")

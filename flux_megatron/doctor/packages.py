@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from flux_megatron import command_errors
 from flux_megatron.doctor.finding import Finding, Wanted, gpus_seen, untested
 from flux_megatron.versions import megatron_core
 from flux_megatron.versions.library import version_of
@@ -177,11 +178,13 @@ def other_packages(wanted: Wanted) -> Iterator[Finding]:
     else:
         yield Finding("apex", "note", "not installed", "with --flux-overlap our kernel stands in")
     if wanted.checkout is None:
-        for name in ("numpy", "psutil", "pydantic", "yaml", "rich", "matplotlib", "typer"):
-            if find_spec(name) is None:
-                yield Finding(
-                    name, "missing", "not installed", "pip install 'flux-megatron[train]'"
-                )
+        from flux_megatron import lab_commands
+
+        extras = ("launch", "train") if lab_commands.is_installed("train") else ("launch",)
+        for name, extra in command_errors.EXTRAS.items():
+            if extra in extras and find_spec(name) is None:
+                remedy = f"pip install 'flux-megatron[{extra}]'"
+                yield Finding(name, "missing", "not installed", remedy)
 
 
 def frameworks(wanted: Wanted) -> Iterator[Finding]:

@@ -48,7 +48,7 @@ def features() -> Iterator[str]:
 
 def _kind(feature: Feature) -> str:
     dtype = str(feature.dtype).removeprefix("torch.")
-    why = "" if feature.runs == "overlapped" else f"; not overlapped: {feature.runs}"
+    why = "" if feature.runs == "overlapped" else f"; not by `pipelined`: {feature.runs}"
     return f"{feature.tp} x {feature.pp} x {feature.dp}, {dtype}{why}"
 
 
