@@ -144,7 +144,8 @@ def tried(row: Row, folder: Path) -> dict:
 def read_report(report: Path) -> dict:
     """Counts of tests, and what became of the kernels that were compiled."""
     if not report.is_file():
-        return {"passed": 0, "failed": ["no test was run"], "skipped": 0}
+        lacking = {"portable": dict.fromkeys(ARCHITECTURES, "failed"), "hopper": "failed"}
+        return {"passed": 0, "failed": ["no test was run"], "skipped": 0, **lacking}
     cases = list(ElementTree.parse(report).iter("testcase"))
     outcomes = {f"{c.get('classname')}::{c.get('name')}": [e.tag for e in c] for c in cases}
     failed = [name for name, tags in outcomes.items() if {"failure", "error"} & {*tags}]

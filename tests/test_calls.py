@@ -97,8 +97,9 @@ class Channel(channels.Channel):
         )  # fmt: skip
 
     def begin(self, captured: bool) -> SimpleNamespace:
-        epoch, region = self.begin_eager()
-        return SimpleNamespace(epoch=epoch, region=region, channel=self)
+        self.open, self.epoch = True, self.epoch + 1
+        region = self._regions[self.epoch % 2]
+        return SimpleNamespace(epoch=self.epoch, region=region, channel=self)
 
     def poison(self, region: SimpleNamespace) -> None:
         self.poisoned.append(region)

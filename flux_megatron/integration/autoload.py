@@ -23,7 +23,6 @@ from flux_megatron.integration.replaced import put
 PARALLEL_STATE = "megatron.core.parallel_state"
 INITIALIZE = "initialize_model_parallel"
 MODULES = "megatron.core.transformer.module"
-NAME = "FLUX_MEGATRON_ENABLE=1"
 
 
 class _Watch:

@@ -134,12 +134,12 @@ class Channel:
     def begin(self, captured: bool) -> Call:
         """Open the next call."""
         assert not self.open, "a channel has one open call"
+        self.open = True
         if captured:
-            self.open = True
             region = self._captured or self._taken()
             return Call(signals.CAPTURED_EPOCH, self._status.words, region, self)
-        epoch, region = self.begin_eager()
-        return Call(epoch, self._status.words, region, self)
+        self.epoch += 1
+        return Call(self.epoch, self._status.words, self._regions[self.epoch % 2], self)
 
     def _taken(self) -> Region:
         """A region for captured calls. Nothing is made: that would go into the graph."""
@@ -152,12 +152,6 @@ class Channel:
         )  # fmt: skip
         self._regions, self.region_bytes = (), 0
         return self._captured
-
-    def begin_eager(self) -> tuple[int, Region]:
-        """Open the next eager call, which `may_begin`: its epoch and its region."""
-        self.open = True
-        self.epoch += 1
-        return self.epoch, self._regions[self.epoch % 2]
 
     def take_back(self) -> None:
         """Close an eager call of which nothing has been enqueued."""

@@ -59,11 +59,6 @@ class WordChannel(Channel):
         self.epoch += not captured
         return Call(0, self._status.words, self._regions[0], self)
 
-    def begin_eager(self) -> tuple[int, Region]:
-        self.open = True
-        self.epoch += 1
-        return 0, self._regions[0]
-
     def end(self, call: Call) -> None:
         """Close the call."""
         assert self.open, "calls are closed in order"

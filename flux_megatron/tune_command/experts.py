@@ -20,13 +20,10 @@ def problems(
 
     `BadInput` if the ranks cannot share the experts.
     """
-    if ep < 2 or experts % ep:
-        raise BadInput(f"{experts} experts over {ep} ranks given, as many on 2 or more expected")
-    if not 0 < topk <= experts or min(hidden, ffn, tokens) < 1:
-        raise BadInput(
-            f"hidden {hidden}, ffn {ffn}, tokens {tokens}, topk {topk} of {experts} experts given, "
-            "sizes above 0 and at most all experts expected"
-        )
+    if experts % ep:
+        raise BadInput(f"{experts} experts over {ep} ranks given, as many on each expected")
+    if topk > experts:
+        raise BadInput(f"topk {topk} of {experts} experts given, at most all of them expected")
     local, fc1 = experts // ep, 2 * ffn if gated else ffn
     capacity = max(tokens * min(topk, local) * ep, tokens * topk)
     shapes = (

@@ -177,8 +177,8 @@ def test_bands_between_machines(tmp_path, wrong):
 def test_trees_race_and_a_wrong_one_takes_no_part(tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "flux_megatron")
     with (tmp_path / "flux_megatron" / "ops.py").open("a") as file:
-        file.write("_right = all_gather_gemm\n")
-        file.write("def all_gather_gemm(*args, **options): return _right(*args, **options) + 1\n")
+        file.write("def _wrong(*args, **options): return all_gather_gemm(*args, **options) + 1\n")
+        file.write("OPERATIONS[Pattern.AG_GEMM] = _wrong\n")
     done = python(
         "-m", "flux_megatron.lab.measure.trees", tmp_path / "rows",
         "--device", "cpu", "--rounds", "2", "--calls", "1", "--shapes", "32x16x16 nt",

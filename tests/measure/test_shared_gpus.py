@@ -14,13 +14,14 @@ import typer
 
 from flux_megatron.lab.measure import gpu_run, rl_rank
 from flux_megatron.symm import places
+from flux_megatron.symm.cuda_memory import SHARED_GPUS
 
-ALLOWED = {gpu_run.OVERLAPPING: "1"}
+ALLOWED = {SHARED_GPUS: "1"}
 CASES = {  # ranks, GPUs, variables: the GPU of rank 1, its machine
     "one GPU": (2, 1, ALLOWED, "0", "machine of rank 1"),
     "two of four": (4, 2, ALLOWED, "1", "machine of rank 1"),
     "a GPU each": (2, 2, ALLOWED, "1", None),
-    "not allowed": (2, 1, {gpu_run.OVERLAPPING: "0"}, "1", None),
+    "not allowed": (2, 1, {SHARED_GPUS: "0"}, "1", None),
     "no GPU": (2, 0, ALLOWED, "1", None),
 }
 

@@ -128,7 +128,6 @@ def test_without_sequence_parallelism_rows_are_all_reduced():
 
 def test_recompute_adds_attention_or_the_whole_forward():
     times = {piece.name: piece.forward_us for piece in layer.pieces(workload())}
-    assert layer.recompute_us(workload()) == 0
     assert layer.recompute_us(workload(recompute="selective")) == times["attention"]
     assert layer.recompute_us(workload(recompute="full")) == pytest.approx(sum(times.values()))
 

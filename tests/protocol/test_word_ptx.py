@@ -35,7 +35,6 @@ pytestmark = pytest.mark.timeout(300)
 
 SEND = r"st\.relaxed\.sys\.global\.b64"
 RECEIVE = r"ld\.volatile\.global\.b64"
-PLAIN_WORD = r"(st|ld)\.global(\.v\d)?\.b64"
 RENEW = r"st\.global(\.v\d)?\.b64"
 FENCE = r"fence\.acq_rel\.sys"
 

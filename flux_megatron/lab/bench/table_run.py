@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron import option_values
 from flux_megatron.lab.bench import provenance
+from flux_megatron.tuning.timing import failure_of
 
 
 def append(out: Path, rows: Iterable[object]) -> None:
@@ -77,12 +78,9 @@ class Run:
 
     def failure(self, call: Callable[[], object]) -> str:
         """Make the call: "" or, on all ranks alike, which of them failed and how. Collective."""
-        failure = ""
-        try:
+
+        def step() -> None:
             call()
             self.synchronize()
-        except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
-        answers = [""] * self.group.size()
-        dist.all_gather_object(answers, failure, group=self.group)
-        return "; ".join(f"rank {r}: {one}" for r, one in enumerate(answers) if one)
+
+        return failure_of(step, self.group)

@@ -27,7 +27,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ import typer
 from flux_megatron.lab.bench.provenance import WITHOUT_MULTICAST
 from flux_megatron.lab.bench.table_run import append
 from flux_megatron.lab.measure import gpu_run
+from flux_megatron.versions.library import version_of
 
 CASES = "pretrain,sft,lora"
 ARMS = "stock,variable,replace,stock again"
@@ -217,13 +217,6 @@ def rows(
         yield row
 
 
-def version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def main(
     out: Path, device: str = "cuda", tp: int = 2, ranks: int = 0, layers: int = 0, steps: int = 0,
     widths: str = "", cases: str = CASES, arms: str = ARMS, sp: bool = True, fp8: bool = False,
@@ -235,7 +228,7 @@ def main(
         "device": device, "tp": tp, "ranks": ranks or tp, "sp": sp, "fp8": fp8,
         "widths": widths or OF_DEVICE[device], "gpus": 0 if small else torch.cuda.device_count(),
         "layers": layers or (2 if small else 4), "steps": steps or (4 if small else 20),
-        "commit": commit, **{name: version(name) for name in PACKAGES},
+        "commit": commit, **{name: version_of(name) for name in PACKAGES},
     }  # fmt: skip
     good = True
     with tempfile.TemporaryDirectory() as folder:

@@ -19,10 +19,10 @@ from flux_megatron import settings
 from flux_megatron.lab.bench import provenance
 from flux_megatron.lab.bench.table_run import Run
 from flux_megatron.symm import places
+from flux_megatron.symm.cuda_memory import SHARED_GPUS
 from flux_megatron.tuning.timing import Race, race
 
 COLLECTIVE_LIMIT_S = 120
-OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's; symmetric memory reads it too
 GRACE_S = 15  # behind the seconds that a script has
 APART = "RANKS_APART"  # variable of a script's ranks: what `be_apart` is given
 
@@ -37,7 +37,7 @@ def shared(ranks: int) -> bool:
     ranks of one GPU from several machines alone, so each one's `NCCL_HOSTID` names another, and
     joins them by sockets: times mean nothing then.
     """
-    return os.environ.get(OVERLAPPING) == "1" and ranks > torch.cuda.device_count() > 0
+    return os.environ.get(SHARED_GPUS) == "1" and ranks > torch.cuda.device_count() > 0
 
 
 def share_gpus() -> None:

@@ -38,6 +38,8 @@ import typer
 from flux_megatron.lab.bench.provenance import WITHOUT_MULTICAST
 from flux_megatron.lab.bench.table_run import append
 from flux_megatron.lab.measure import bridge, gpu_run, rl_rank
+from flux_megatron.symm.cuda_memory import SHARED_GPUS
+from flux_megatron.versions.library import version_of
 
 ARMS = "stock,ours,stock again"
 BOUND = {"cpu": 1e-5, "cuda": 5e-2}
@@ -50,7 +52,7 @@ PACKAGES = ("verl", "ray", "megatron-core", "megatron-bridge", "transformer-engi
 PASSED = (
     "TRITON_INTERPRET", "TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS",
     "FLUX_MEGATRON_ALLOW", "FLUX_MEGATRON_TUNE", "FLUX_MEGATRON_TIMEOUT_S",
-    gpu_run.OVERLAPPING, rl_rank.CPU, rl_rank.SHARED, *WITHOUT_MULTICAST,
+    SHARED_GPUS, rl_rank.CPU, rl_rank.SHARED, *WITHOUT_MULTICAST,
 )  # fmt: skip
 
 
@@ -184,7 +186,7 @@ def main(
         # bf16's rounding grows with the step: at 1e-3 a random critic's loss rises to 98
         "lr": 1e-3 if small else 1e-5,
         "steps": steps or (2 if small else 6), "commit": commit,
-        **{name: bridge.version(name) for name in PACKAGES},
+        **{name: version_of(name) for name in PACKAGES},
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         bridge.make_model(Path(folder) / "model", device, about["layers"], widths)

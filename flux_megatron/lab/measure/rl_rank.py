@@ -286,6 +286,6 @@ def seen_by(_: Any) -> dict[str, Any]:
     fallbacks = {f"{pattern}: {why}": n for (pattern, why), n in calls.fallbacks.items()}
     return {
         "calls": calls.total, "overlapped": calls.overlapped, "fallbacks": fallbacks,
-        "sent": SENT, "report": str(calls),
+        "sent": SENT,
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
     }  # fmt: skip

@@ -25,11 +25,6 @@ from flux_megatron.problem import Pattern, Plan, Problem
 
 # `auto`: the plan that each tree's own choice gives
 STRATEGIES = ("auto", "hopper", "fused", "low_latency")
-CALLS = {
-    Pattern.AG_GEMM: ops.all_gather_gemm,
-    Pattern.GEMM_RS: ops.gemm_reduce_scatter,
-    Pattern.GEMM_AR: ops.gemm_all_reduce,
-}
 
 
 class Rank:
@@ -83,7 +78,9 @@ class Rank:
             ):  # fmt: skip
                 plan = self._plan(pattern, a, b, layout, strategy)
                 if plan is not None or strategy == "auto":
-                    call = partial(CALLS[pattern], a, b, self.group, layout=layout, plan=plan)
+                    call = partial(
+                        ops.OPERATIONS[pattern], a, b, self.group, layout=layout, plan=plan
+                    )
                     self.made[f"{pattern} {strategy} {shape}"] = (call, expected)
         return {"cases": [*self.made]}
 

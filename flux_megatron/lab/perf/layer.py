@@ -228,7 +228,5 @@ def optimizer_us(workload: Workload, parameters: int) -> float:
 
 def recompute_us(workload: Workload) -> float:
     """The extra time of a layer's backward: core attention again, or its whole forward."""
-    if workload.training.recompute == "none":
-        return 0.0
     full = workload.training.recompute == "full"
     return sum(piece.forward_us for piece in pieces(workload) if full or piece.name == "attention")
