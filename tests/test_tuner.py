@@ -19,7 +19,7 @@ from flux_megatron import errors
 from flux_megatron.overlap import calls, fused, library_gemm, registry
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.symm.space import Workspace
-from flux_megatron.tuning import beside, trial, tuner
+from flux_megatron.tuning import beside, plan_table, trial, tuner
 from flux_megatron.tuning.plan_entry import Entry
 from flux_megatron.tuning.timing import Race, race
 from flux_megatron.tuning.trial import Trial
@@ -82,7 +82,8 @@ def test_a_plan_with_wrong_results_has_no_time(rank):
         return y
 
     def no_wgrad(*given: object) -> torch.Tensor:
-        return right(*given[:-1], lambda gathered: None)
+        *before, _, scaling = given
+        return right(*before, lambda gathered: None, scaling)
 
     def with_nan(*given: object) -> SimpleNamespace:
         scatter, column = right_start(*given), torch.tensor([3], device=DEVICE)
@@ -139,6 +140,21 @@ def test_every_kind_of_problem_is_measured_and_right(rank):
             assert entry.failed == ()
             assert {*registry.STRATEGIES[pattern]} - {"hopper"} <= found_names
             assert all(one.median_us > 0 for one in entry.measured)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@on_device_ranks(2)
+def test_fp8_is_measured_and_right(rank, dtype):
+    """By the plans that a race has, with either accumulator."""
+    for pattern, split in itertools.product((Pattern.AG_GEMM, Pattern.GEMM_RS), (False, True)):
+        problem = replace(
+            some_problem(pattern, M=32, dtype=dtype), N=64, K=64, out_dtype="bfloat16",
+            split_accumulator=split,
+        )  # fmt: skip
+        names, _ = registry.overlapping(problem, "auto", None)
+        entry = agreed(measured(problem, plan_table.racers(problem, names)))
+        assert entry.failed == ()
+        assert {one.plan.strategy for one in entry.measured} >= {"sequential", "pipelined"}
 
 
 @on_device_ranks(2)

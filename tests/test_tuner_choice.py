@@ -256,15 +256,19 @@ def test_a_race_without_memory_is_said_once_and_the_rule_chooses(rank, tmp_path)
     assert not [*tmp_path.rglob("*.json")]
 
 
-@on_device_ranks(2, environment=ON)
-def test_fp8_is_not_raced(rank):
-    """A trial has no scales."""
+@pytest.mark.parametrize(
+    ("tune", "wire", "raced"), [("on", "0", True), ("auto", "0", False), ("on", "1", False)]
+)
+@on_device_ranks(
+    2, environment=CACHE | {"FLUX_MEGATRON_TUNE": "{tune}", "FLUX_MEGATRON_FP8_WIRE": "{wire}"}
+)
+def test_fp8_is_raced_where_that_is_asked_for(rank, raced):
     x, w = (torch.ones(16, 32, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
     given = {"x_scale": torch.ones(1, device=DEVICE), "w_scale": torch.ones(1, device=DEVICE)}
-    with mock.patch.object(tuner, "measure", side_effect=AssertionError("raced")):
-        y = ops.all_gather_gemm(x, w, dist.group.WORLD, **given, out_dtype=torch.bfloat16)
-    assert torch.equal(y, torch.full_like(y, 32))
-    assert report().calls == {("ag_gemm", RULED): 1}
+    with mock.patch.object(tuner, "measure", wraps=tuner.measure) as measure:
+        y = ops.gemm_reduce_scatter(x, w, dist.group.WORLD, **given, out_dtype=torch.bfloat16)
+    assert torch.equal(y, torch.full_like(y, 64))
+    assert measure.called == raced
 
 
 @on_device_ranks(2, environment=ON)

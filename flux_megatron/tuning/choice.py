@@ -98,8 +98,7 @@ def choose(problem: Problem, table: PlanTable, space: Workspace) -> tuple[Plan, 
         return sequential.default_plan(problem), reason
     if wanted != "auto":
         return registry.strategy(problem, wanted).default_plan(problem), None
-    # a race has no scales
-    if not problem.scaled and (ranges := table.unsettled(problem.M)):
+    if _is_raced(problem) and (ranges := table.unsettled(problem.M)):
         _race(problem, ranges, table, space)
     return table.plan(problem, chain((first,), names)), None
 
@@ -110,6 +109,15 @@ def _measured_plan(problem: Problem, table: PlanTable, space: Workspace) -> Plan
     if plan is None or plan.strategy == "sequential":
         return None
     return None if registry.refusal(problem, plan.strategy, space.unavailable, plan) else plan
+
+
+def _is_raced(problem: Problem) -> bool:
+    """Scales of blocks, and sums in e4m3, are not; one scale a tensor where races are asked for:
+    those of FP8 ran on no GPU yet.
+    """
+    if problem.blockwise or problem.wire:
+        return False
+    return not problem.scaled or settings.get().tune == "on"
 
 
 def _may_race(space: Workspace) -> bool:

@@ -1,8 +1,8 @@
 """A problem on random operands, as the tuner runs it: any plan of it as a call to be timed.
 
-Layout "nt" is an operation of forward. "nn" is one half of a layer's backward, so the whole
-backward is run, as `nn.linear_passes` does it: where the communication hides is part of what is
-chosen.
+Layout "nt" is an operation of forward, with FP8 operands of backward too. "nn" is one half of a
+layer's backward, so the whole backward is run, as `nn.linear_passes` does it: where the
+communication hides is part of what is chosen.
 
 | problem | backward of | calls |
 | --- | --- | --- |
@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from flux_megatron.overlap import calls, low_latency, registry
 from flux_megatron.overlap.transfer import GATHER, SCATTER, WORDS
 from flux_megatron.problem import Plan, Problem
+from flux_megatron.scaling import E4M3, Scaling, result_dtype
 from flux_megatron.symm.channel import Channel
 from flux_megatron.symm.space import Workspace
 from flux_megatron.symm.word_channel import WordChannel
@@ -54,7 +55,9 @@ class AnyTrial(Generic[E]):
 
     def random(self, *shape: int) -> Tensor:
         dtype = getattr(torch, self.problem.dtype)
-        return torch.randn(shape, dtype=dtype, device=self.device, generator=self._random)
+        drawn = torch.bfloat16 if dtype.itemsize == 1 else dtype  # nobody draws FP8
+        values = torch.randn(shape, dtype=drawn, device=self.device, generator=self._random)
+        return values.to(dtype)
 
     def rehearse(self) -> None:
         """Take the memory of `sequential` once, without the other ranks: a rank that has too little
@@ -127,15 +130,20 @@ class Trial(AnyTrial[Entry]):
         N, K = problem.N_local, problem.K_local
         self._x = self.random(problem.x_rows, K)
         self._w = self.random(*((N, K) if problem.layout == "nt" else (K, N)))
+        self._scaling = None
+        if problem.scaled:
+            self._w = self._w.to(E4M3)  # of gradients x alone is in e5m2
+            one, out_dtype = torch.ones(1, device=device), getattr(torch, problem.out_dtype)
+            self._scaling = Scaling(one, one, out_dtype, problem.split_accumulator)
         if problem.is_backward:
             rows = problem.M_shard if problem.spec.scatters else problem.M
             self._layer_x = self.random(rows, N)
             self._main_grad = torch.zeros(K, N, dtype=torch.float32, device=device)
 
     def reserve(self, space: Workspace) -> None:
-        p, element = self.problem, self._x.element_size()
+        p, element = self.problem, result_dtype(self._x, self._scaling).itemsize
         if p.spec.gathers:
-            _reserve(space, GATHER, p.M * p.K * element)
+            _reserve(space, GATHER, p.M * p.K * self._x.element_size())
         else:
             _reserve(space, GATHER, p.M * p.N * element)
             whole = p.world_size * _whole_tiles(p.M_shard) * _whole_tiles(p.N)
@@ -162,7 +170,7 @@ class Trial(AnyTrial[Entry]):
             consume = self._wgrad
         build = registry.strategy(problem, plan.strategy).BUILDERS[problem.pattern]
         given = build, self._x, self._w, None, problem.layout, plan, self._space, consume
-        return lambda: calls.whole(*given)
+        return lambda: calls.whole(*given, self._scaling)
 
     def outputs(self, plan: Plan) -> list[Tensor]:
         if not self.problem.is_backward:
