@@ -21,6 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from ranks import on_cpu_ranks
 
 import flux_megatron
+from flux_megatron.lab.measure import rl_slime
 
 PAGE = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text(encoding="utf-8")
 WORKERS = {"FLUX_MEGATRON_ENABLE": "1"}  # test_autoload.py has what these do in a process
@@ -93,6 +94,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 import flux_megatron
+from flux_megatron.lab.measure import rl_slime
 
 dist.init_process_group("gloo")
 parallel_state.initialize_model_parallel(2)
@@ -128,7 +130,8 @@ def test_workers_are_given_the_variable():
     given = yaml.safe_load(snippet("**NeMo-RL**", "yaml"))
     assert given["policy"]["megatron_cfg"]["env_vars"] == WORKERS
     words = shlex.split(snippet("**slime**", "bash"))
-    assert json.loads(words[words.index("--train-env-vars") + 1]) == WORKERS
+    given = json.loads(words[words.index("--train-env-vars") + 1])
+    assert given == WORKERS | {"FLUX_MEGATRON_ALLOW": rl_slime.ALLOW}
     *_, last = shlex.split(snippet("**verl**", "bash"))
     name, value = last.split("=")
     start, variable = name.rsplit(".", 1)
