@@ -22,7 +22,7 @@ from flux_megatron.overlap.report import report
 TRAINING = "megatron.training.training"
 
 
-def install(compare: int | None, chosen: tuple[str, ...] | None) -> None:
+def install(compare: int | None, chosen: tuple[str, ...] | None = None) -> None:
     """Log, count the layers that were `chosen`, None for all, and alternate blocks of `compare`
     iterations if given. Another call changes nothing.
 
