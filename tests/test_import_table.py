@@ -70,7 +70,7 @@ kernels: errors problem scaling settings symm.channel symm.enqueue symm.program 
 overlap: errors patterns problem scaling settings symm kernels | torch
 # it measures what `overlap` runs; what a measured plan depends on: Triton's version and the link
 # between the GPUs; which tiles are split, for a prediction of them
-tuning: errors patterns problem settings shipped symm kernels.compiled_ahead kernels.sizes
+tuning: errors patterns problem scaling settings shipped symm kernels.compiled_ahead kernels.sizes
     kernels.triton_launch overlap wgrad | torch | cuda triton
 dispatch: errors problem scaling settings symm.groups symm.program symm.space symm.workspace
     overlap.calls overlap.operands overlap.registry overlap.report tuning.choice
