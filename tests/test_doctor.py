@@ -77,7 +77,7 @@ def test_gpus_that_cannot_reach_each_other_are_reported(monkeypatch):
     assert next(machine._links(3)).status == "ok"
 
 
-@pytest.mark.parametrize(("kind", "said"), [("nvlink", True), ("unknown", False)])
+@pytest.mark.parametrize(("kind", "said"), [("nvlink, hidden", True), ("unknown", False)])
 def test_the_link_of_one_visible_gpu(monkeypatch, kind, said):
     """As of a rank under Ray; a machine with one GPU has none."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -63,7 +63,7 @@ def _link_of_one() -> Iterator[Finding]:
     from flux_megatron.tuning import link
 
     if (kind := link.of(torch.device("cuda", 0))) != "unknown":
-        yield Finding("link", "ok", f"{kind}, to GPUs that this process does not see")
+        yield Finding("link", "ok", f"{link.name(kind)}, to GPUs that this process does not see")
 
 
 def shared_memory(wanted: Wanted) -> Iterator[Finding]:
