@@ -57,7 +57,8 @@ FIRST = ("test_train_runs", "test_tuner_command", "test_tuner", "test_wheel")
 # files with bounds on seconds: beside other tests they would measure those
 ALONE = ("test_bad_inputs", "test_timing")
 # what makes a call, beside its kernels
-_CALLS = ("overlap/", "symm/", "expert_parallel/", "embedding/", "device/", "scaling.py")
+_ROOMS = ("overlap/", "symm/", "expert_parallel/", "embedding/", "device/")
+_CALLS = (*_ROOMS, "problem.py", "patterns.py", "scaling.py", "lab/reference.py")
 _KINDS = ("", "device_", "embedding_", "signalled_expert_", "token_")  # of lists of mutants
 # files that take minutes, which scripts/test.sh leaves out, and what they are about: folders and
 # files below tests/ and flux_megatron/ whose change brings them back, as their own does

@@ -12,8 +12,9 @@ from unittest import mock
 import pytest
 import races
 import torch
+import torch.distributed as dist
 from races import FakeRace, agreed, defaults, measured, some_problem
-from ranks import DEVICE, on_device_ranks
+from ranks import DEVICE, here, on_device_ranks
 
 from flux_megatron import errors
 from flux_megatron.overlap import calls, fused, library_gemm, registry
@@ -155,6 +156,21 @@ def test_fp8_is_measured_and_right(rank, dtype):
         entry = agreed(measured(problem, plan_table.racers(problem, names)))
         assert entry.failed == ()
         assert {one.plan.strategy for one in entry.measured} >= {"sequential", "pipelined"}
+
+
+@on_device_ranks(2)
+def test_results_of_fp8_have_room(rank):
+    """No call of a race makes a workspace grow, where another rank might have failed before."""
+    problem = replace(
+        some_problem("gemm_rs", M=512, dtype="float8_e4m3fn"), N=256, K=64, out_dtype="bfloat16"
+    )
+    given = Trial(problem, dist.group.WORLD, here())
+    given.renew()
+    channels = given._space.channels
+    before = {name: one.region_bytes for name, one in channels.items()}
+    given.outputs(PIPELINED)
+    assert before == {name: one.region_bytes for name, one in channels.items()}
+    given.close()
 
 
 @on_device_ranks(2)

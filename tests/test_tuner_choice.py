@@ -256,19 +256,14 @@ def test_a_race_without_memory_is_said_once_and_the_rule_chooses(rank, tmp_path)
     assert not [*tmp_path.rglob("*.json")]
 
 
-@pytest.mark.parametrize(
-    ("tune", "wire", "raced"), [("on", "0", True), ("auto", "0", False), ("on", "1", False)]
-)
-@on_device_ranks(
-    2, environment=CACHE | {"FLUX_MEGATRON_TUNE": "{tune}", "FLUX_MEGATRON_FP8_WIRE": "{wire}"}
-)
-def test_fp8_is_raced_where_that_is_asked_for(rank, raced):
+@on_device_ranks(2, environment=ON)
+def test_fp8_is_raced_and_right(rank):
     x, w = (torch.ones(16, 32, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
     given = {"x_scale": torch.ones(1, device=DEVICE), "w_scale": torch.ones(1, device=DEVICE)}
     with mock.patch.object(tuner, "measure", wraps=tuner.measure) as measure:
         y = ops.gemm_reduce_scatter(x, w, dist.group.WORLD, **given, out_dtype=torch.bfloat16)
     assert torch.equal(y, torch.full_like(y, 64))
-    assert measure.called == raced
+    assert measure.call_count == 1
 
 
 @on_device_ranks(2, environment=ON)
@@ -287,6 +282,19 @@ def test_measuring_leaves_the_run_alone(rank):
 LAYER = Problem(Pattern.GEMM_RS, 4096, 5120, 25600, "bfloat16", 2)
 NAMES = ["hopper", "fused", "pipelined", "signalled"]
 HALVES = Plan("pipelined", comm_rows=1024)  # of a shard of 2048 rows
+
+
+@pytest.mark.parametrize(
+    ("tune", "changes", "raced"),
+    [("auto", None, True), ("auto", {}, False), ("on", {}, True),
+     ("on", {"blockwise": True}, False), ("on", {"wire": True}, False)],
+)  # fmt: skip
+def test_fp8_is_raced_where_that_is_asked_for(tune, changes, raced):
+    """With one scale a tensor; without `changes` it is bf16."""
+    fp8 = {} if changes is None else {"dtype": "float8_e4m3fn", "out_dtype": "bfloat16", **changes}
+    wanted = replace(settings.get(), tune=tune)
+    with mock.patch.object(choice.settings, "get", return_value=wanted):
+        assert choice._is_raced(replace(LAYER, **fp8)) == raced
 
 
 def test_ranges_are_powers_of_two_and_every_m_has_one():

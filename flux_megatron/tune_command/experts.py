@@ -18,7 +18,7 @@ def problems(
     """A layer's two operations and their dgrads, with the capacity that `--flux-experts` asks for:
     each of `tokens` of each rank chooses an expert once at most.
 
-    `BadInput` if the ranks cannot share the experts.
+    `BadInput` if the ranks cannot share the experts, or a token chooses more than there are.
     """
     if experts % ep:
         raise BadInput(f"{experts} experts over {ep} ranks given, as many on each expected")
