@@ -32,6 +32,11 @@ class PatternSpec:
     reduces: bool = False
     scatters: bool = False
 
+    @property
+    def divided(self) -> bool:
+        """Whether the rows of x or y are: under sequence parallelism."""
+        return self.gathers or self.scatters
+
 
 class Pattern(str, Enum):
     """Its value is its name in rows, plans and settings."""

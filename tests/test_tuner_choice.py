@@ -161,9 +161,9 @@ def test_where_races_are_long_a_kind_has_that_of_its_own_m(monkeypatch, race_s, 
         agreement=asked, group=None, device=torch.device("cpu"), unavailable=None
     )
     problem, table = replace(LAYER, M=3000, device="cpu"), PlanTable()
-    choice._race(problem, table.unsettled(3000), table, space)
+    choice._race(problem, table.unsettled(problem), table, space)
     assert measured == raced
-    assert table.unsettled(8192) == [], "no later call waits for a race"
+    assert table.unsettled(replace(problem, M=8192)) == [], "no later call waits for a race"
 
 
 @on_device_ranks(2, environment=CACHE)
@@ -285,16 +285,11 @@ HALVES = Plan("pipelined", comm_rows=1024)  # of a shard of 2048 rows
 
 
 @pytest.mark.parametrize(
-    ("tune", "changes", "raced"),
-    [("auto", None, True), ("auto", {}, False), ("on", {}, True),
-     ("on", {"blockwise": True}, False), ("on", {"wire": True}, False)],
-)  # fmt: skip
-def test_fp8_is_raced_where_that_is_asked_for(tune, changes, raced):
-    """With one scale a tensor; without `changes` it is bf16."""
-    fp8 = {} if changes is None else {"dtype": "float8_e4m3fn", "out_dtype": "bfloat16", **changes}
-    wanted = replace(settings.get(), tune=tune)
-    with mock.patch.object(choice.settings, "get", return_value=wanted):
-        assert choice._is_raced(replace(LAYER, **fp8)) == raced
+    ("changes", "raced"), [({}, True), ({"blockwise": True}, False), ({"wire": True}, False)]
+)
+def test_fp8_with_one_scale_a_tensor_is_raced(changes, raced):
+    fp8 = {"dtype": "float8_e4m3fn", "out_dtype": "bfloat16", **changes}
+    assert choice._is_raced(replace(LAYER, **fp8)) == raced
 
 
 def test_ranges_are_powers_of_two_and_every_m_has_one():
@@ -350,19 +345,29 @@ def test_a_plan_of_rows_that_its_strategy_cannot_run_is_refused(monkeypatch):
     assert registry.refusal(problem, "low_latency", None, for_rows(plan, 128, problem))
 
 
+def unsettled(table: PlanTable, M: int, pattern: Pattern = Pattern.GEMM_RS) -> list[int]:
+    return table.unsettled(replace(LAYER, pattern=pattern, M=M))
+
+
 def test_the_first_range_of_training_races_all_of_them():
     table = PlanTable()
-    assert table.unsettled(300) == [8]
+    assert unsettled(table, 300) == [8]
     table.settled |= {8}
-    assert table.unsettled(6000) == [13, 10, 11, 12], "its own first"
+    assert unsettled(table, 6000) == [13, 10, 11, 12], "its own first"
     table.points[8192] = PLAIN
-    assert table.unsettled(5000) == [12, 10, 11]
-    assert table.unsettled(7000) == []
+    assert unsettled(table, 5000) == [12, 10, 11]
+    assert unsettled(table, 7000) == []
     table.settled |= {10, 11, 12}
-    assert all(table.unsettled(M) == [] for M in range(800, 20000, 100))
-    assert table.unsettled(64) == [6], "few rows alone"
-    assert PlanTable({4096: PLAIN}).unsettled(64) == [6], "decoding races no range of training"
-    assert PlanTable({64: PLAIN}).unsettled(4096) == [12, 10, 11, 13], "whatever was decoded before"
+    assert all(unsettled(table, M) == [] for M in range(800, 20000, 100))
+    assert unsettled(PlanTable({64: PLAIN}), 4096) == [12, 10, 11, 13], "whatever came before"
+
+
+def test_training_waits_for_no_race_of_few_rows():
+    for table in (PlanTable({4096: PLAIN}), PlanTable(settled={10})):
+        for pattern in (Pattern.AG_GEMM, Pattern.GEMM_RS):
+            assert unsettled(table, 724, pattern) == unsettled(table, 64, pattern) == []
+        assert unsettled(table, 64, Pattern.GEMM_AR) == [6], "decoding, its own range alone"
+    assert unsettled(PlanTable({512: PLAIN}, {8}), 64) == [6], "no range of training was there"
 
 
 @pytest.mark.parametrize(
@@ -374,9 +379,11 @@ def test_the_first_range_of_training_races_all_of_them():
 )  # fmt: skip
 def test_the_rule_without_a_measurement(monkeypatch, M, names, strategy):
     monkeypatch.setattr(plan_table, "_default", lambda problem, name: Plan(name))
-    assert plan_table.ruled(replace(LAYER, M=M), names).strategy == strategy
-    gathers = replace(LAYER, pattern=Pattern.AG_GEMM, M=64)
-    assert plan_table.ruled(gathers, ["low_latency", *NAMES]) == PLAIN
+    sums = replace(LAYER, pattern=Pattern.GEMM_AR, M=M)
+    assert plan_table.ruled(sums, names).strategy == strategy
+    for pattern in (Pattern.AG_GEMM, Pattern.GEMM_RS):
+        divided = replace(LAYER, pattern=pattern, M=64)
+        assert plan_table.ruled(divided, ["low_latency", *NAMES]) == PLAIN
 
 
 def test_the_rule_has_a_gemm_a_shard_for_blockwise_scales():

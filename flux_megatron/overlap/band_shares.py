@@ -38,7 +38,7 @@ def shares_of(problem: Problem) -> list[tuple[Sequence[int], int]]:
 
 def rows_of(problem: Problem) -> int:
     """That `group_rows` divides."""
-    return problem.M_shard if problem.spec.scatters or problem.spec.gathers else problem.M
+    return problem.M_shard if problem.spec.divided else problem.M
 
 
 def group_rows_of(rows: int, block_m: int, shares: Sequence[int]) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ why_not = low_latency_plans.why_not
 def supports(problem: Problem) -> str | None:
     """Why this strategy cannot run the problem, or None."""
     spec = problem.spec
-    uneven = transfer.unequal_shards(problem) if spec.gathers or spec.scatters else None
+    uneven = transfer.unequal_shards(problem) if spec.divided else None
     return uneven or gemv_ar_kernels.supports(problem)
 
 

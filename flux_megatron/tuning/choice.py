@@ -98,7 +98,7 @@ def choose(problem: Problem, table: PlanTable, space: Workspace) -> tuple[Plan, 
         return sequential.default_plan(problem), reason
     if wanted != "auto":
         return registry.strategy(problem, wanted).default_plan(problem), None
-    if _is_raced(problem) and (ranges := table.unsettled(problem.M)):
+    if _is_raced(problem) and (ranges := table.unsettled(problem)):
         _race(problem, ranges, table, space)
     return table.plan(problem, chain((first,), names)), None
 
@@ -112,12 +112,8 @@ def _measured_plan(problem: Problem, table: PlanTable, space: Workspace) -> Plan
 
 
 def _is_raced(problem: Problem) -> bool:
-    """Scales of blocks, and sums in e4m3, are not; one scale a tensor where races are asked for:
-    those of FP8 ran on no GPU yet.
-    """
-    if problem.blockwise or problem.wire:
-        return False
-    return not problem.scaled or settings.get().tune == "on"
+    """All but scales of blocks, and sums in e4m3, which one strategy alone has."""
+    return not (problem.blockwise or problem.wire)
 
 
 def _may_race(space: Workspace) -> bool:

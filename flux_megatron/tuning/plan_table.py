@@ -69,13 +69,19 @@ class PlanTable:
         nearest = min(here, key=lambda M: (abs(math.log(M / problem.M)), M))
         return for_rows(self.points[nearest], nearest, problem)
 
-    def unsettled(self, M: int) -> list[int]:
-        """The ranges to race at a call of M rows: its own first, and in training all that training
-        has, so that no later call waits for a race.
+    def unsettled(self, problem: Problem) -> list[int]:
+        """The ranges to race at this call: its own first, and in training all that training has, so
+        that no later call waits for a race.
+
+        A kind that has met training's ranges races no fewer rows, but for GEMM+AR, which decodes:
+        for few rows races compile new kernels, and a step whose last micro-batch had 46 tokens took
+        23 s in place of 3 (NeMo-RL, 2 x H200, 2026-11-30, h200x2/frameworks.jsonl).
         """
-        done, own = self.settled | {range_of(one) for one in self.points}, range_of(M)
-        others = [number for number in together(M) if number not in {*done, own}]
-        return [] if own in done else [own, *others]
+        done, own = self.settled | {range_of(one) for one in self.points}, range_of(problem.M)
+        trained = problem.spec.divided and any(number >= MANY for number in done)
+        if own in done or (own < MANY and trained):
+            return []
+        return [own, *(number for number in together(problem.M) if number not in {*done, own})]
 
 
 def for_rows(plan: Plan, M: int, problem: Problem) -> Plan:
@@ -103,8 +109,7 @@ def ruled(problem: Problem, names: Iterable[str]) -> Plan:
     h100x2/fp8_blockwise.jsonl); a copy engine needs less time than one of them.
     """
     on_cpu = problem.device == "cpu"
-    divided = problem.spec.gathers or (problem.spec.scatters and on_cpu)
-    few = problem.M <= FEW_ROWS and not divided
+    few = problem.M <= FEW_ROWS and not problem.spec.divided
     many = on_cpu or (problem.M_shard if problem.blockwise else problem.M) >= 1 << MANY
     for name in names if few or many else ():
         if few if name == "low_latency" else many:

@@ -8,18 +8,19 @@
         --nproc-per-node=2 -m flux_megatron.lab.measure.fp8_operations out.jsonl --device cpu
 
 A case is a pattern and local M x N x K of w [N, K], for every M of `--rows` where it says 0, with a
-fast and with a split accumulator, by `hopper`; with `--kinds blockwise` with blockwise scales, by
-`pipelined` beside TransformerEngine's GEMM, if that is there; with `wire`, of GEMM+RS, with partial
-sums in e4m3. Each call is exact on small integers; on random numbers its error against fp64 is at
+fast and with a split accumulator; with `--kinds blockwise` with blockwise scales, beside
+TransformerEngine's GEMM, if that is there; with `wire`, of GEMM+RS, with partial sums in e4m3. Each
+call is exact on small integers; on random numbers its error against fp64 is at
 most 1.5 times that of the library's GEMM with the same accumulation, with `wire` at most a 16th of
 the largest result. Then all race: `gemm` is the library's without communication, `hopper_gemm`
-ours, `serial` NCCL's collective and `gemm`.
+ours, `serial` NCCL's collective and `gemm`, `rule` ours by the first plan, and `ours` by the plan
+that a call gets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -28,11 +29,12 @@ import typer
 from torch import Tensor
 
 from flux_megatron import ops
+from flux_megatron.dispatch import decide
 from flux_megatron.lab.bench import operations
 from flux_megatron.lab.measure import gpu_run
 from flux_megatron.lab.measure.gpu_run import Run
 from flux_megatron.overlap import fused, hopper, library_gemm, pipelined
-from flux_megatron.problem import Pattern, Problem
+from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.scaling import BLOCK, Scaling, block_shapes, scales_of
 
 E4M3, OUT = torch.float8_e4m3fn, torch.bfloat16
@@ -140,11 +142,16 @@ class Layer:
         dist.reduce_scatter_tensor(self.scattered, self.gemm(), group=self.group)
         return self.scattered
 
-    def call(self) -> Tensor:
-        plan, scaling = self.plan, self.scaling
+    def call(self, plan: Plan | None = None) -> Tensor:
+        scaling = self.scaling
         if self.gathers:
             return ops.run_ag_gemm(self.x, self.w, None, self.group, plan=plan, scaling=scaling)
         return ops.run_gemm_rs(self.x, self.w, self.group, plan=plan, scaling=scaling)
+
+    def chosen(self) -> Plan:
+        """That of a call without one."""
+        given = self.problem.pattern, self.x, self.w, None, self.group, "nt", None, self.scaling
+        return decide(*given).plan
 
     def hopper_gemm(self) -> Tensor:
         from flux_megatron.kernels.hopper import ag_gemm as hopper_ag_gemm
@@ -153,6 +160,8 @@ class Layer:
 
     def candidates(self) -> dict[str, Callable[[], Tensor]]:
         calls = {"gemm": self.gemm, "serial": self.serial, "ours": self.call}
+        if not self.blockwise and not self.wire:  # they are raced
+            calls["rule"] = partial(self.call, self.plan)
         return {name + self.suffix: call for name, call in calls.items()}
 
     @property
@@ -255,7 +264,8 @@ def measure(
     if run.device.type == "cuda":
         ours = [one for one in layers if not one.blockwise]
         calls |= {"hopper_gemm" + one.suffix: one.hopper_gemm for one in ours}
-    plans = {"ours" + one.suffix: one.plan.dumps() for one in layers}
+    plans = {"ours" + one.suffix: one.chosen().dumps() for one in layers}
+    plans |= {"rule" + one.suffix: one.plan.dumps() for one in layers}
     run.say(case)
     return gpu_run.race_rows(
         run, "fp8_operations", calls, rounds, beside, bounds,
