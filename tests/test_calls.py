@@ -173,6 +173,11 @@ def gemms(p: CallProgram) -> Slot:
     return y
 
 
+def gemms_with_a_table(p: CallProgram) -> Slot:
+    p.kept(torch.zeros(4))
+    return gemms(p)
+
+
 def gemm_first(p: CallProgram) -> Slot:
     channel = p.channel("gather", 100)
     y = p.x.new_empty(M, N)
@@ -299,6 +304,18 @@ def test_both_executors_do_the_same_with_functions_of_torch(space, biased, watch
     assert not space.channel.open
     wanted = space.channel._regions * 2 if settings.get().poison else []
     assert len(space.channel.poisoned) == len(wanted)
+
+
+@pytest.mark.parametrize(("build", "kept"), [(gemms, False), (gemms_with_a_table, True)])
+def test_steps_that_c_has_in_lists_are_built_again_for_python(space, build, kept, monkeypatch):
+    """But those of a program that keeps a tensor, whose address C has."""
+    (x, w), bias = operands(1), torch.arange(1.0 * N)
+    results = []
+    for watched in (False, True):
+        monkeypatch.setattr(calls, "is_watched", lambda at=watched: at)
+        results.append(calls.whole(build, x, w, bias, "nt", PLAN, space)[:M])  # of x itself
+        assert bool(program(space).segments) == (kept or watched)
+    assert torch.equal(*results)
 
 
 def test_what_c_refuses_python_does(space, monkeypatch):

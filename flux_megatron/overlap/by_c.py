@@ -53,6 +53,7 @@ def lists_of(
         program.attempts += 1
         try:
             program.lists = _Builder(program, engine, number).lists()
+            program.forget_steps()
         except _NotCompiled as error:
             program.unlisted = str(error)
         except Exception as error:  # what the driver or Triton has otherwise than we know it

@@ -256,7 +256,7 @@ class InFlight:
         """
         enqueued = self._at > 0
         try:
-            for name, steps in self.program.segments[self._at]:
+            for name, steps in self.program.segment(self._at):
                 with phase(name) if name else _UNNAMED:
                     for step in steps:
                         step.run(self)

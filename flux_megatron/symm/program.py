@@ -120,13 +120,33 @@ class CallProgram:
         self.held: tuple[Slot, ...] = ()
         self.y: int | None = None  # the result's place in `made`
         self.follows = False  # what it enqueues comes after what earlier calls have enqueued
+        self._builder: Builder
+        self._keeps = False
         self.lists: Any = None  # of C, when there are any (`overlap.by_c`)
         self.attempts, self.unlisted = 0, ""  # to make lists, and why the last one failed
 
     def built_by(self, build: Builder) -> CallProgram:
-        slot = build(self)
+        self._builder, slot = build, build(self)
         self.y = None if slot is None else slot.operand.register - MADE
         return self
+
+    def forget_steps(self) -> None:
+        """C has them in its lists. As objects of Python, a hundred a number of rows, they let its
+        collector walk over all that lives, for .2 s, each fifty micro-batches that had new numbers
+        (2 x H200, 2026-11-30, Qwen3-8B in h200x2/dynamic_rows.jsonl).
+        """
+        if not self._keeps:
+            self.segments, self._steps = [], []
+
+    def segment(self, at: int) -> list[tuple[str, list[Step]]]:
+        """Built again where they are forgotten."""
+        if not self.segments:
+            again = CallProgram(
+                self.space, self.plan, self.x, self._w, self.bias, self.layout, self.caller_steps,
+                self.scaling,
+            )  # fmt: skip
+            self.segments = again.built_by(self._builder).segments
+        return self.segments[at]
 
     @property
     def w(self) -> Slot:
@@ -153,6 +173,7 @@ class CallProgram:
 
     def kept(self, tensor: Tensor) -> KeptSlot:
         """A tensor that lives as long as the program: the same in all calls."""
+        self._keeps = True
         return KeptSlot(self, tensor)
 
     @contextmanager
