@@ -6,7 +6,8 @@
 | FLUX_MEGATRON_STRICT | 1: raise where a call would run without overlap | 0 |
 | FLUX_MEGATRON_TIMEOUT_S | seconds of a wait for a rank, in races 60 at most | .8 of its group's |
 | FLUX_MEGATRON_POISON | 1: fill symmetric buffers with NaN after use, to find stale reads | 0 |
-| FLUX_MEGATRON_TUNE | `on`: the first call of a layer kind races plans; `auto`: on GPUs | auto |
+| FLUX_MEGATRON_TUNE | `on`: the first call of a layer kind races plans; `auto`: on GPUs; `met`: \
+there, for the numbers of tokens that come | auto |
 | FLUX_MEGATRON_TUNE_SECONDS | seconds that these races may take in a run, compiling aside | 10 |
 | FLUX_MEGATRON_BESIDE | 1: plans for calls beside other kernels; 0: alone; `auto`: below | auto |
 | FLUX_MEGATRON_CACHE | folder of measured plans | ~/.cache/flux_megatron |
@@ -39,7 +40,7 @@ Strategy = Literal[
     "auto", "fused", "pipelined", "hopper", "low_latency", "signalled", "sequential"
 ]  # fmt: skip
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
-TUNE = ("auto", "on", "off")
+TUNE = ("auto", "on", "met", "off")
 BESIDE = ("auto", "0", "1")
 PREFIX = "FLUX_MEGATRON_"
 

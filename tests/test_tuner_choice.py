@@ -25,6 +25,7 @@ from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.overlap import hopper, low_latency_plans, registry
 from flux_megatron.overlap.report import report
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
+from flux_megatron.symm import workspace
 from flux_megatron.symm.agreement import Agreement
 from flux_megatron.tuning import choice, environment, plan_cache, plan_table, tuner
 from flux_megatron.tuning.plan_entry import Entry, Measured
@@ -360,6 +361,23 @@ def test_the_first_range_of_training_races_all_of_them():
     table.settled |= {10, 11, 12}
     assert all(unsettled(table, M) == [] for M in range(800, 20000, 100))
     assert unsettled(PlanTable({64: PLAIN}), 4096) == [12, 10, 11, 13], "whatever came before"
+
+
+def test_ranges_are_raced_as_they_are_met_where_that_is_wanted():
+    table = PlanTable(apart=True)
+    assert unsettled(table, 6000) == [13]
+    table.settled |= {13}
+    assert unsettled(table, 3000) == [12]
+    assert [*table.ranges(4096)] == [12], "nothing else is compiled"
+
+
+@on_device_ranks(2, environment=CACHE)
+def test_which_ranges_are_raced_is_the_leaders_choice(rank):
+    os.environ["FLUX_MEGATRON_TUNE"] = "auto" if rank else "met"
+    settings.reload()
+    check(SMALL)
+    agreed = workspace.workspace(dist.group.WORLD, torch.device(DEVICE)).agreed.values()
+    assert [one.apart for one in agreed if isinstance(one, PlanTable)] == [True]
 
 
 def test_training_waits_for_no_race_of_few_rows():

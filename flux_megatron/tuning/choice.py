@@ -25,7 +25,7 @@ from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.space import Workspace
 from flux_megatron.tuning import ahead, plan_cache, tuner
 from flux_megatron.tuning.plan_entry import Entry
-from flux_megatron.tuning.plan_table import RANGES, PlanTable, raced_as, racers, together
+from flux_megatron.tuning.plan_table import RANGES, PlanTable, raced_as, racers
 from flux_megatron.tuning.trial import Trial
 
 ROUNDS = 5  # of a race
@@ -54,21 +54,23 @@ def agreed_table(problem: Problem, plan: Plan | None, space: Workspace) -> PlanT
     key = (kind, plan, settings.get())
     if key in space.agreed:
         return space.agreed[key]
-    answer: dict[str, Any] = {"races": False, "points": []}
+    answer: dict[str, Any] = {"races": False, "apart": False, "points": []}
     if space.group.rank() == 0 and plan is None and settings.get().strategy == "auto":
         races = answer["races"] = _may_race(space)
         cache = plan_cache.opened(Entry, settings.get().cache, space.device)
         entries = cache.of_kind(kind, here=races)
+        answer["apart"] = settings.get().tune == "met"
         answer["points"] = [(entry.problem.M, entry.plan.dumps()) for entry in entries]
     way = f"with {plan.dumps()}" if plan else f"by {_wanted(problem, space)}"
     question = f"{problem} {way}"
     said = json.loads(space.agreement.ask(question, json.dumps(answer))[0])
-    table = PlanTable({M: Plan.loads(text) for M, text in reversed(said["points"])})
+    points = {M: Plan.loads(text) for M, text in reversed(said["points"])}
+    table = PlanTable(points, apart=said["apart"])
     if not said["races"]:
         table.settled |= {*RANGES}
     space.agreed[key] = table
     if said["races"] and problem.device == "cuda" and problem.world_size > 1:
-        ahead.compile_kinds(problem, together(problem.M), table, space)
+        ahead.compile_kinds(problem, table.ranges(problem.M), table, space)
     return table
 
 
@@ -118,7 +120,7 @@ def _is_raced(problem: Problem) -> bool:
 
 def _may_race(space: Workspace) -> bool:
     tune = settings.get().tune
-    return tune == "on" or (tune == "auto" and space.device.type == "cuda")
+    return tune == "on" or (tune != "off" and space.device.type == "cuda")
 
 
 def _race(problem: Problem, ranges: list[int], table: PlanTable, space: Workspace) -> None:

@@ -48,10 +48,13 @@ def raced_as(problem: Problem, number: int) -> Problem:
 
 @dataclass
 class PlanTable:
-    """`points` are plans by their M. `settled` are ranges that need no race any more."""
+    """`points` are plans by their M. `settled` are ranges that need no race any more. `apart`: each
+    range is raced when it is met.
+    """
 
     points: dict[int, Plan] = field(default_factory=dict)
     settled: set[int] = field(default_factory=set)
+    apart: bool = False
 
     def plan(self, problem: Problem, names: Iterable[str]) -> Plan:
         """Of the strategies `names`, which can run the problem, or `sequential`."""
@@ -69,6 +72,11 @@ class PlanTable:
         nearest = min(here, key=lambda M: (abs(math.log(M / problem.M)), M))
         return for_rows(self.points[nearest], nearest, problem)
 
+    def ranges(self, M: int) -> range:
+        """What is compiled and raced at a call of M rows."""
+        number = range_of(M)
+        return range(number, number + 1) if self.apart else together(M)
+
     def unsettled(self, problem: Problem) -> list[int]:
         """The ranges to race at this call: its own first, and in training all that training has, so
         that no later call waits for a race.
@@ -81,7 +89,7 @@ class PlanTable:
         trained = problem.spec.divided and any(number >= MANY for number in done)
         if own in done or (own < MANY and trained):
             return []
-        return [own, *(number for number in together(problem.M) if number not in {*done, own})]
+        return [own, *(number for number in self.ranges(problem.M) if number not in {*done, own})]
 
 
 def for_rows(plan: Plan, M: int, problem: Problem) -> Plan:
