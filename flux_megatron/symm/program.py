@@ -131,9 +131,9 @@ class CallProgram:
         return self
 
     def forget_steps(self) -> None:
-        """C has them in its lists. With a hundred objects more a call of new rows Python's collector
-        walked over all that lives, .1 s, about each fifty micro-batches (CPU, 2026-11-30, in no
-        row). It may be why two of 40 waited for the host on 2 x H200 (h200x2/dynamic_rows.jsonl).
+        """C has them in its lists. With a hundred objects more a call of new rows, Python's
+        collector walked over all that lives, .1 s, about each fifty micro-batches (CPU, 2026-11-30,
+        in no row). It may be why two of 40 waited on 2 x H200 (h200x2/dynamic_rows.jsonl).
         """
         if not self._keeps:
             self.segments, self._steps = [], []
