@@ -7,7 +7,8 @@
 A step calls a layer's four linears of `flux_megatron.nn`, forward and backward, with another M in
 each; torch has had a backward of its own before, whose imports take seconds. A cold start has empty
 folders in TRITON_CACHE_DIR and FLUX_MEGATRON_CACHE, a warm one those of the run before. A row has
-the seconds of each step on the slowest rank, and the kernels that rank 0 compiled meanwhile.
+the seconds of each step on the slowest rank, and the kernels that rank 0 compiled meanwhile. With
+FLUX_MEGATRON_TUNE=met each range of M is compiled and raced when it comes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 import typer
 
+from flux_megatron import settings
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.lab.measure import gpu_run
 from flux_megatron.lab.measure.dynamic_layers import MODELS, Layer
@@ -43,7 +45,7 @@ def measure(run: Run, model: str, Ms: list[int]) -> bool:
         compiled = kernels.found["compiled"] - known
         steps.append({"M": M, "slowest_s": round(slowest, 2), "compiled": compiled})
         run.say(f"M={M}: {slowest:.2f} s, {compiled} compiled on rank 0")
-    run.row("first_steps", model=model, steps=steps)
+    run.row("first_steps", model=model, tune=settings.get().tune, steps=steps)
     return True
 
 
