@@ -29,7 +29,7 @@ from flux_megatron.symm.lru_cache import LRUCache
 from flux_megatron.symm.places import places, why_unavailable
 from flux_megatron.symm.status import Status
 
-# Of calls that are remembered: some 400 numbers of rows of the eight kinds of a model's layers. Each
+# Of calls that are remembered: some 400 numbers of rows of a model's eight kinds of layers. Each
 # takes 13 KiB of the host (CPU, 2026-11-30, in no row).
 SHAPES = 4096
 
