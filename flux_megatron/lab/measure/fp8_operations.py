@@ -10,11 +10,10 @@
 A case is a pattern and local M x N x K of w [N, K], for every M of `--rows` where it says 0, with a
 fast and with a split accumulator; with `--kinds blockwise` with blockwise scales, beside
 TransformerEngine's GEMM, if that is there; with `wire`, of GEMM+RS, with partial sums in e4m3. Each
-call is exact on small integers; on random numbers its error against fp64 is at
-most 1.5 times that of the library's GEMM with the same accumulation, with `wire` at most a 16th of
-the largest result. Then all race: `gemm` is the library's without communication, `hopper_gemm`
-ours, `serial` NCCL's collective and `gemm`, `rule` ours by the first plan, and `ours` by the plan
-that a call gets.
+call is exact on small integers; on random numbers its error against fp64 is at most 1.5 times that
+of the library's GEMM with the same accumulation, with `wire` at most a 16th of the largest result.
+Then all race: `gemm` is the library's without communication, `hopper_gemm` ours, `serial` NCCL's
+collective and `gemm`, `rule` ours by the first plan, and `ours` by the plan that a call gets.
 """
 
 from __future__ import annotations
