@@ -35,7 +35,7 @@ from flux_megatron.tuning.plan_table import (
     ruled,
 )
 
-WIDE = 1 << 15  # columns, or rows of a weight
+WIDE = 1 << 17  # columns, or rows of a weight, as of an output layer
 
 _asked: set[str] = set()  # marks of what processes of this one have compiled
 

@@ -54,11 +54,14 @@ def kinds() -> list[Problem]:
     return [FORWARD, FORWARD.dual, other, other.dual]
 
 
-def compiled_ahead(space: Workspace, kind: Problem = FORWARD) -> set[Code]:
+def compiled_ahead(
+    space: Workspace, kind: Problem = FORWARD, table: PlanTable | None = None
+) -> set[Code]:
     """By the first call of a kind."""
     found: set[Code] = set()
+    table = table or PlanTable()
     with mock.patch.object(ahead, "_started", lambda codes, space: found.update(codes) or None):
-        ahead.compile_kinds(kind, together(FIRST), PlanTable(), space)
+        ahead.compile_kinds(kind, table.ranges(FIRST), table, space)
     return found
 
 
@@ -128,20 +131,23 @@ def launched(kind: Problem, M: int, space: Workspace) -> dict[Code, str]:
 
 
 def later() -> list[str]:
-    """Code of the layers of Qwen3-8B at TP 4 that the first of them has not had compiled: of the
-    first layer with some.
+    """Code of the layers of Qwen3-8B at TP 4 that the first of them has not had compiled, where all
+    ranges are and where one is: of the first layer with some.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     wide = replace(FORWARD, world_size=4, N=6144, K=4096)
     shapes = ((Pattern.GEMM_RS, 4096, 4096), (Pattern.AG_GEMM, 24576, 4096),
-              (Pattern.GEMM_RS, 4096, 12288))  # fmt: skip
+              (Pattern.GEMM_RS, 4096, 12288), (Pattern.AG_GEMM, 151936, 4096))  # fmt: skip
     layers = [wide, *(replace(wide, pattern=one, N=n, K=k) for one, n, k in shapes)]
     with offline_calls.engine(False):
         space = workspace.workspace(dist.group.WORLD, torch.device("cpu"))
-        known = compiled_ahead(space, wide)
-        for one in (*layers[1:], *(one.dual for one in layers)):
-            if new := compiled_ahead(space, one) - known:
-                return [*map(repr, new)]
+        for apart in (False, True):
+            space.agreed.clear()
+            table = PlanTable(apart=apart)
+            known = compiled_ahead(space, wide, table)
+            for one in (*layers[1:], *(one.dual for one in layers)):
+                if new := compiled_ahead(space, one, table) - known:
+                    return [*map(repr, new)]
     return []
 
 
