@@ -29,12 +29,12 @@ from test_replaced import changed, core
 from flux_megatron import settings
 from flux_megatron.integration import install, provider, requirements
 from flux_megatron.integration.attention import FluxCoreAttention
+from flux_megatron.integration.beside import overlapped_in
 from flux_megatron.integration.flags import FluxOptions, add_flux_arguments, options_from
 from flux_megatron.integration.layers import FluxColumnParallelLinear, layer_of
 from flux_megatron.integration.norm import FluxNorm
 from flux_megatron.integration.provider import FluxSpecProvider
 from flux_megatron.integration.requirements import OUR_SPEC, refusals
-from flux_megatron.integration.resolved import DIFFERING, overlapped_in
 
 
 def test_flags_become_options():
@@ -317,28 +317,6 @@ def test_before_megatron_validates_its_arguments_torchrun_tells_the_ranks(monkey
     assert overlapped_in(argparse.Namespace(**given))
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert not overlapped_in(argparse.Namespace(**given))
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [({}, "met"), ({"dataloader_type": "cyclic"}, "met"), ({"dataloader_type": "external"}, "auto"),
-     *(({name: True}, "auto") for name in DIFFERING)],
-)  # fmt: skip
-@on_cpu_ranks(1)
-def test_where_all_micro_batches_are_alike_ranges_are_raced_as_they_are_met(rank, given, expected):
-    os.environ.pop("FLUX_MEGATRON_TUNE", None)
-    args = parse("--flux-overlap")
-    vars(args).update(given)
-    install.install_from(args)
-    assert settings.get().tune == expected
-
-
-@pytest.mark.parametrize(("knob", "expected"), [("auto", "auto"), ("on", "on"), ("off", "off")])
-@on_cpu_ranks(1)
-def test_a_knob_says_how_ranges_are_raced(rank, knob, expected):
-    os.environ.pop("FLUX_MEGATRON_TUNE", None)
-    install.install_from(parse("--flux-overlap", "--flux-tune", knob))
-    assert settings.get().tune == expected
 
 
 @pytest.mark.parametrize(
