@@ -85,8 +85,8 @@ def add_flux_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         "run the GEMMs of a Mixture of Experts as one operation with their all-to-all",
     )
     knob(
-        "--flux-tune", "on: the first call of a layer kind races plans; default: auto, on GPUs; "
-        "met: there, for the numbers of tokens that come",
+        "--flux-tune", "on: the first call of a layer kind races plans; default: auto, on GPUs, or "
+        "met, for the numbers of tokens that come, where all micro-batches have as many",
         choices=TUNE,
     )  # fmt: skip
     knob("--flux-tune-seconds", "seconds of a run for these races; default: 10", type=float)

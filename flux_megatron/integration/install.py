@@ -15,12 +15,12 @@ from megatron.core.transformer import transformer_block
 from flux_megatron import settings
 from flux_megatron.integration import (
     autoload,
-    beside,
     building,
     checkpoint_arguments,
     experts,
     metrics,
     requirements,
+    resolved,
 )
 from flux_megatron.integration import fp8 as fp8_layers
 from flux_megatron.integration.apex_shim import provide_wgrad_kernels
@@ -53,7 +53,7 @@ def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None
     if requirements.overlaps_nothing(args):
         requirements.log_once(f"--flux-overlap: {requirements.NOTHING}")
     checkpoint_arguments.then(lambda args: install_from(args, known))
-    beside.resolve(args)
+    resolved.resolve(args)
     of_te = args.transformer_impl == "transformer_engine" and te_can_run()
     fp8 = getattr(args, "fp8", None) is not None
     if fp8 and not requirements.overlaps_nothing(args):

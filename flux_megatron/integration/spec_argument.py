@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from flux_megatron.integration import beside, requirements
+from flux_megatron.integration import requirements, resolved
 from flux_megatron.integration.arguments import parse_command_line
 from flux_megatron.integration.flags import FluxOptions
 from flux_megatron.integration.install import install
@@ -31,7 +31,7 @@ def layer_spec_of_this_run() -> ModuleSpec:
     if refused := _refusal(args):
         raise ValueError(f"--spec {' '.join(requirements.OUR_SPEC)}: {refused}")
     if not getattr(args, "flux_overlap", False):
-        beside.resolve(args)
+        resolved.resolve(args)
         install(FluxOptions())
     return gpt_layer_specs.get_gpt_layer_local_spec(
         **{name: getattr(args, name) for name in OPTIONS}

@@ -29,12 +29,12 @@ from test_replaced import changed, core
 from flux_megatron import settings
 from flux_megatron.integration import install, provider, requirements
 from flux_megatron.integration.attention import FluxCoreAttention
-from flux_megatron.integration.beside import overlapped_in
 from flux_megatron.integration.flags import FluxOptions, add_flux_arguments, options_from
 from flux_megatron.integration.layers import FluxColumnParallelLinear, layer_of
 from flux_megatron.integration.norm import FluxNorm
 from flux_megatron.integration.provider import FluxSpecProvider
 from flux_megatron.integration.requirements import OUR_SPEC, refusals
+from flux_megatron.integration.resolved import overlapped_in
 
 
 def test_flags_become_options():
@@ -317,6 +317,36 @@ def test_before_megatron_validates_its_arguments_torchrun_tells_the_ranks(monkey
     assert overlapped_in(argparse.Namespace(**given))
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert not overlapped_in(argparse.Namespace(**given))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "met"), ({"dataloader_type": "cyclic"}, "met"), ({"dataloader_type": "external"}, "auto"),
+     ({"variable_seq_lengths": True}, "auto"), ({"sft": True}, "auto"),
+     ({"perform_rl_step": True}, "auto"), ({"hybrid_context_parallel": True}, "auto")],
+)  # fmt: skip
+@on_cpu_ranks(1)
+def test_where_all_micro_batches_are_alike_ranges_are_raced_as_they_are_met(rank, given, expected):
+    os.environ.pop("FLUX_MEGATRON_TUNE", None)
+    args = parse("--flux-overlap")
+    vars(args).update(given)
+    install.install_from(args)
+    assert settings.get().tune == expected
+
+
+@pytest.mark.parametrize("wanted", ["auto", "on", "off"])
+@on_cpu_ranks(1)
+def test_a_knob_says_how_ranges_are_raced(rank, wanted):
+    os.environ.pop("FLUX_MEGATRON_TUNE", None)
+    install.install_from(parse("--flux-overlap", "--flux-tune", wanted))
+    assert settings.get().tune == wanted
+
+
+@on_cpu_ranks(1)
+def test_a_variable_says_that_nothing_is_raced(rank):
+    os.environ["FLUX_MEGATRON_TUNE"] = "off"
+    install.install_from(parse("--flux-overlap"))
+    assert settings.get().tune == "off"
 
 
 @pytest.mark.parametrize(

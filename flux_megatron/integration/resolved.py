@@ -1,4 +1,5 @@
-"""Whether a run's other communication shares the GPU with the linear layers, by its arguments.
+"""What `auto` means in a run, by Megatron's arguments: whether other communication shares the GPU
+with the linear layers, and whether all micro-batches have as many tokens.
 
 Plans that win beside NCCL's kernels are not those that win alone. Communication of experts
 and of contexts is not considered: set FLUX_MEGATRON_BESIDE=1 for them.
@@ -11,6 +12,8 @@ from typing import Any
 
 from flux_megatron import settings
 
+# Arguments of runs whose micro-batches may differ in tokens.
+DIFFERING = "variable_seq_lengths", "sft", "perform_rl_step", "hybrid_context_parallel"
 # Megatron's names before and after it validates its arguments; a layout may interleave or not.
 INTERLEAVED = (
     "virtual_pipeline_model_parallel_size",
@@ -21,9 +24,20 @@ INTERLEAVED = (
 
 
 def resolve(args: Any) -> None:
-    """Resolve FLUX_MEGATRON_BESIDE=auto by Megatron's parsed arguments, for this process."""
-    if settings.read(os.environ).beside == "auto":
+    """Resolve what is `auto` of FLUX_MEGATRON_BESIDE and FLUX_MEGATRON_TUNE by Megatron's parsed
+    arguments, for this process.
+    """
+    given = settings.read(os.environ)
+    if given.beside == "auto":
         os.environ["FLUX_MEGATRON_BESIDE"] = "1" if overlapped_in(args) else "0"
+    if given.tune == "auto" and alike_in(args):
+        os.environ["FLUX_MEGATRON_TUNE"] = "met"
+
+
+def alike_in(args: Any) -> bool:
+    """Whether all micro-batches have as many tokens, as Megatron's own samples of one length."""
+    differ = any(getattr(args, name, False) for name in DIFFERING)
+    return not differ and getattr(args, "dataloader_type", None) != "external"
 
 
 def overlapped_in(args: Any) -> bool:
