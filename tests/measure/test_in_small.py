@@ -156,7 +156,7 @@ def apart(rank: int, out: Path, wrong: bool) -> bool:
         mock.patch.object(places, "machine", return_value=f"machine of rank {rank}"),
         mock.patch.object(Trial, "call", call),
     ):
-        return machines.measure(run_here(out), "gemm_ar:64x32x32", "memory", 2)
+        return machines.measure(run_here(out), "gemm_ar:64x32x32", "memory", 2, False)
 
 
 @pytest.mark.parametrize("wrong", [False, True])

@@ -2,12 +2,14 @@
 
     torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.machines out.jsonl
     torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.machines out.jsonl --link sockets
+    torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.machines out.jsonl --beside
     torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.machines out.jsonl --device cpu
 
 Each rank says that it is a machine of its own, so nothing but NCCL joins them, through the memory
 of the machine or by sockets (`gpu_run.be_apart`). A row is a plan that races try, verified beside
 `sequential`, with the library's GEMM, the collective, and one after the other. `of_ideal` is the
-longer of GEMM and collective by the plan's time.
+longer of GEMM and collective by the plan's time. With `--beside` all of them run beside all-reduces
+of another communicator, which share the link.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ CASES = (
 SMALL = "ag_gemm:64x32x32,gemm_rs:64x32x32,gemm_ar:64x32x32"
 
 
-def measure(run: Run, case: str, link: str, rounds: int) -> bool:
+def measure(run: Run, case: str, link: str, rounds: int, beside: bool) -> bool:
     name, _, sizes = case.partition(":")
     pattern, (M, N, K) = Pattern(name), map(int, sizes.split("x"))
     R = run.group.size()
@@ -53,7 +55,7 @@ def measure(run: Run, case: str, link: str, rounds: int) -> bool:
     right = {name: plan for name, plan in plans.items() if not failures[name]}
     ours = {name: trial.call(plan) for name, plan in right.items()}
     calls: Calls = {**plain_calls(run, trial), **ours}
-    result = race(calls, group=run.group, device=run.device, rounds=rounds)
+    result = race(calls, group=run.group, device=run.device, rounds=rounds, beside=beside)
     us = {name: round(result.median_us(name), 1) for name in result.times_us}
     gemm, collective, serial = us["gemm"], us["collective"], us["sequential"]
     run.say(f"{case}: GEMM {gemm}, collective {collective}, one after the other {serial}")
@@ -99,13 +101,16 @@ def _name_of(problem: Problem, plan: Plan) -> str:
 
 def main(
     out: Path, commit: str = "", device: str = "cuda", cases: str = "",
-    rounds: int = 8, link: str = "memory", seconds: float = 240,
+    rounds: int = 8, link: str = "memory", seconds: float = 240, beside: bool = False,
 ) -> None:  # fmt: skip
     """Be one of the ranks."""
     named = gpu_run.be_apart(link)
-    run = gpu_run.start_on(device, out, commit, seconds)
+    run = gpu_run.start_on(device, out, commit, seconds, beside)
     given = cases or (SMALL if device == "cpu" else CASES)
-    gpu_run.measure_each(run, given.split(","), lambda case: measure(run, case, named, rounds))
+    shared = named + ", beside all-reduces" * beside
+    gpu_run.measure_each(
+        run, given.split(","), lambda case: measure(run, case, shared, rounds, beside)
+    )
 
 
 if __name__ == "__main__":
