@@ -31,6 +31,14 @@ def test_the_slowest_rank_counts_in_every_round(rank):
     assert raced.median_us("uneven") == sorted(raced.times_us["uneven"])[1]
 
 
+@on_cpu_ranks(2)
+def test_the_hosts_work_counts_twice_where_it_is_asked_for(rank):
+    calls = {name: lambda: time.sleep(0.02) for name in ("one kernel", "many bands")}
+    group = dist.group.WORLD
+    raced = race(calls, group=group, device=CPU, rounds=2, warmup=1, by_host=["many bands"])
+    assert min(raced.times_us["many bands"]) >= 40_000 > min(raced.times_us["one kernel"])
+
+
 @pytest.mark.parametrize(("host_ms", "hidden_ms"), [(1, [1.5, 1.5]), (5, [1.5, 3, 6, 6])])
 def test_a_host_that_is_late_hides_more_in_the_next_turn(monkeypatch, host_ms, hidden_ms):
     """Of a device whose clock runs at 2 GHz."""

@@ -119,6 +119,13 @@ def test_a_problem_beside_others_is_verified_alone_and_raced_beside(rank):
 
 
 @on_device_ranks(2)
+def test_the_hosts_work_for_bands_counts(rank):
+    tuner.race = FakeRace(lambda name: 1.0)
+    measured(some_problem("ag_gemm"), defaults(some_problem("ag_gemm"), "sequential", "signalled"))
+    assert tuner.race.by_host == ["signalled"]
+
+
+@on_device_ranks(2)
 def test_no_room_for_the_blocks_beside_is_no_measurement(rank):
     beside._block = mock.Mock(side_effect=beside.NoRoom("no bytes for an all-reduce beside"))
     problem = replace(some_problem("ag_gemm"), beside=True)

@@ -27,6 +27,7 @@ from flux_megatron.kernels.hopper import gemm as hopper_gemm
 from flux_megatron.kernels.portable.signalled_gemm import Band, bands, ends_of, signalled_gemm
 from flux_megatron.overlap import collectives, gathered_bands, signalled_plans
 from flux_megatron.overlap.band_shares import SMS_OF_ONE
+from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.stage import communicator, stage_of
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Tile
@@ -74,23 +75,25 @@ def _multiply_of(p: CallProgram, rows: int) -> gathered_bands.Multiply:
     """The GEMM of so many local rows, or of a band's: the library's, or one that leaves
     `plan.comm_sms` SMs to the gathers.
     """
-    plan, stage, N, layout = p.plan, stage_of(p.space), p.N, p.layout
+    plan, stage, N = p.plan, stage_of(p.space), p.N
     if not plan.comm_sms:
-        return partial(gathered_bands.multiply, layout)
+        return partial(gathered_bands.multiply, p.layout)
     ends = ends_of(rows, plan.group_rows)
-    sizes = {rows, *(end - first for first, end in pairwise([0, *ends]))}
-    tables = {size: stage.table(bands(size, N, 1, (), plan.tile)) for size in sizes}
+    kernels = {}
+    for size in {rows, *(end - first for first, end in pairwise([0, *ends]))}:
+        whole = bands(size, N, 1, (), plan.tile)
+        kernels[size] = partial(
+            kernel_of(p.x, N, whole, 1, plan.tile), table=stage.table(whole),
+            tiles=whole[0].tiles, shards=1, counters=stage.uncounted, layout=p.layout,
+            tile=plan.tile, work_counter=stage.work_counter, spare_sms=plan.comm_sms,
+        )  # fmt: skip
 
     def multiply(x: Tensor, w: Tensor, *, out: Tensor) -> None:
         for shard, y in zip(x, out, strict=True):
-            table, whole = tables[len(shard)], bands(len(shard), N, 1, (), plan.tile)
+            kernel = kernels[len(shard)]
             if capturing(p.space.device):
-                stage.hold(table)
-            kernel_of(shard, N, whole, 1, plan.tile)(
-                shard, w, y, table=table, tiles=whole[0].tiles, shards=1,
-                counters=stage.uncounted, layout=layout, tile=plan.tile,
-                work_counter=stage.work_counter, spare_sms=plan.comm_sms,
-            )  # fmt: skip
+                stage.hold(kernel.keywords["table"])
+            kernel(shard, w, y)
 
     return multiply
 
@@ -135,9 +138,7 @@ def _by_bands(
             shards=shards, counters=p.kept(stage.counters), layout=p.layout, tile=plan.tile,
             work_counter=p.kept(stage.work_counter), spare_sms=plan.comm_sms,
         )  # fmt: skip
-    for number, band in enumerate(of_bands):
-        with p.phase(name):
-            p.host(partial(_collect, number, band, shards, collective), *made)
+    p.host(partial(_collect, of_bands, shards, name, collective), *made)
     p.caller_step()
     p.host(_finish)
     p.held += made
@@ -161,28 +162,33 @@ def _communicators(call: InFlight) -> list[ProcessGroup]:
 
 
 def _collect(
-    number: int, band: Band, shards: int, collective: Callable[..., dist.Work], call: InFlight,
-    *made: Tensor,
+    of_bands: tuple[Band, ...], shards: int, name: str, collective: Callable[..., dist.Work],
+    call: InFlight, *made: Tensor,
 ) -> None:  # fmt: skip
+    """In one step: the host has a wait, a collective and a write to enqueue for each band."""
     stage, groups = stage_of(call.space), _communicators(call)
     with stage.stream.stream():
-        stage.stream.wait_count(stage.count_of(number), band.tiles)  # wait [D]
-        call.works.append(collective(groups[number % len(groups)], band, shards, *made))
-    stage.stream.write(stage.count_of(number), 0)  # for the next call
-    _await_all_but(len(groups) - 1, call)
+        for number, band in enumerate(of_bands):
+            with phase(name):
+                stage.stream.wait_count(stage.count_of(number), band.tiles)  # wait [D]
+                group = groups[number % len(groups)]
+                call.works.append(collective(group, band, shards, *made))
+            stage.stream.write(stage.count_of(number), 0)  # for the next call
+            _await_all_but(len(groups) - 1, call)
 
 
 def _finish(call: InFlight) -> None:
     stage = stage_of(call.space)
-    _await_all_but(0, call)
+    with stage.stream.stream():
+        _await_all_but(0, call)
     stage.stream.join()
     stage.open = None
 
 
 def _await_all_but(left: int, call: InFlight) -> None:
-    with stage_of(call.space).stream.stream():
-        while len(call.works) > left:
-            collectives.wait(call.works.pop(0), call.space)
+    """The current stream does."""
+    while len(call.works) > left:
+        collectives.wait(call.works.pop(0), call.space)
 
 
 def kernel_of(

@@ -112,7 +112,9 @@ def _final(
     """
     calls = {plan.dumps(): trial.call(plan) for plan in plans}
     calls[AGAIN] = trial.call(plans[0])
-    result = _race(trial, calls, rounds=rounds, beside=trial.problem.beside, gap_s=gap_s)
+    many = [plan.dumps() for plan in plans if plan.strategy == "signalled"]  # launches
+    beside = trial.problem.beside
+    result = _race(trial, calls, rounds=rounds, beside=beside, gap_s=gap_s, by_host=many)
     if not result.failures:
         return result.times_us
     for name in {AGAIN, plans[0].dumps()} & result.failures.keys():

@@ -9,7 +9,7 @@ Each rank says that it is a machine of its own, so nothing but NCCL joins them, 
 of the machine or by sockets (`gpu_run.be_apart`). A row is a plan that races try, verified beside
 `sequential`, with the library's GEMM, the collective, and one after the other. `of_ideal` is the
 longer of GEMM and collective by the plan's time. With `--beside` all of them run beside all-reduces
-of another communicator, which share the link.
+of another communicator, which share the link. `host_us` is what the host needs to enqueue a call.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import typer
 
+from flux_megatron.lab.bench.candidates import host_time_us
 from flux_megatron.lab.measure import gpu_run
 from flux_megatron.lab.measure.gpu_run import Calls, Run
 from flux_megatron.overlap import band_shares, signalled_plans
@@ -57,6 +58,7 @@ def measure(run: Run, case: str, link: str, rounds: int, beside: bool) -> bool:
     calls: Calls = {**plain_calls(run, trial), **ours}
     result = race(calls, group=run.group, device=run.device, rounds=rounds, beside=beside)
     us = {name: round(result.median_us(name), 1) for name in result.times_us}
+    host = {name: round(host_time_us(calls[name], run.device)) for name in ("sequential", *right)}
     gemm, collective, serial = us["gemm"], us["collective"], us["sequential"]
     run.say(f"{case}: GEMM {gemm}, collective {collective}, one after the other {serial}")
     for name, plan in right.items():
@@ -64,9 +66,11 @@ def measure(run: Run, case: str, link: str, rounds: int, beside: bool) -> bool:
         run.row(
             "machines", case=case, link=link, candidate=name, us=us[name], gemm_us=gemm,
             collective_us=collective, serial_us=serial, speed=round(speed, 3),
-            of_ideal=round(of_ideal, 3), plan=plan.dumps(),
+            of_ideal=round(of_ideal, 3), plan=plan.dumps(), host_us=host[name],
+            serial_host_us=host["sequential"],
         )  # fmt: skip
-        run.say(f"  {name:32} {us[name]:8.1f} us, speed {speed:.2f}, of the ideal {of_ideal:.2f}")
+        run.say(f"  {name:32} {us[name]:8.1f} us, speed {speed:.2f}, of the ideal {of_ideal:.2f}, "
+                f"host {host[name]} us")  # fmt: skip
     trial.close()
     return not any(failures.values())
 
