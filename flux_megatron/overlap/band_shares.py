@@ -12,7 +12,7 @@ from flux_megatron.problem import Problem
 
 # Rows of bands, as shares of all. A reduction's first and last band are exposed. A gather's GEMMs
 # begin with the local shard, so its last one alone is.
-GROUPS, EIGHT, SIXTEEN = (1,) * 4, (1,) * 8, (1,) * 16
+TWO, GROUPS, EIGHT, SIXTEEN = (1,) * 2, (1,) * 4, (1,) * 8, (1,) * 16
 EDGES = 1, 2, 4, 4, 4, 4, 4, 4, 2, 2, 1
 # Communicators take turns at bands, each with so many SMs. A collective begins and ends beside
 # another, and several get more of a socket than one. Two H200 that NCCL joins by host memory,
@@ -25,15 +25,16 @@ SMS_OF_ONE = 2
 def shares_of(problem: Problem) -> list[tuple[Sequence[int], int]]:
     """Of the candidates: bands, and how many communicators. Without one a gather runs beside a
     library's GEMMs, which hold all SMs, but multiply the rows of several ranks at once, which ours
-    do not.
+    do not: over two ranks it was never the fastest of eight calls (h200x2/machines.jsonl).
+
+    Two bands are for a host that is late: a call of four to sixteen takes it .3 to 2.8 ms through
+    host memory (2 x H200, NCCL 2.28.9, 2026-11-30, h200x2/machines.jsonl).
     """
-    wanted: list[tuple[Sequence[int], int]]
-    if problem.spec.gathers:
-        wanted = [(EIGHT, 2), (GROUPS, 1), (EIGHT, 3)]
-        wanted.insert(0 if problem.world_size > 2 else len(wanted), (GROUPS, 0))
-    else:
-        wanted = [(shares, 3) for shares in (EDGES, SIXTEEN, GROUPS)]
-    return wanted
+    if not problem.spec.gathers:
+        return [(EDGES, 3), (SIXTEEN, 3), (GROUPS, 3), (TWO, 2)]
+    if problem.world_size > 2:
+        return [(GROUPS, 0), (GROUPS, 1), (EIGHT, 3), (TWO, 0)]
+    return [(EIGHT, 2), (GROUPS, 1), (EIGHT, 3), (TWO, 2)]
 
 
 def rows_of(problem: Problem) -> int:
