@@ -37,6 +37,9 @@ STRATEGY: dict[Arm, str] = {"megatron": "megatron", "te": "te", "flux": "auto"}
 # bf16; no number is fitted to a published speedup): in the backward of a column layer, which has
 # two, and beyond the cost of one GEMM per shard in userbuffers' AG+GEMM and GEMM+RS.
 COLUMN_BACKWARD = {"megatron": 0.325, "te": 0.529}
+# The same where GPUs share no memory, by the steps of stock Megatron of 2026-11-30 over host memory
+# (2 x H200, three models).
+COLUMN_BACKWARD_APART = 0.1
 USERBUFFERS_GATHER, USERBUFFERS_SCATTER = 0.204, 0.346
 # Of an all-reduce beside wgrad, where wgrad is longer: it is enqueued first and gets its SMs first.
 ALL_REDUCE_BACKWARD = 0.12
@@ -101,7 +104,8 @@ def operator_us(problem: Problem, strategy: str, hardware: Hardware) -> float:
     if strategy == "auto":
         # the kernel for sm_90 on Hopper GPUs, the portable one elsewhere
         by_peers = ("hopper" if hardware.hopper else "fused", "pipelined")
-        ours = by_peers if hardware.peers else ("signalled",)
+        apart = () if problem.is_backward and problem.pattern is ROW else ("signalled",)
+        ours = by_peers if hardware.peers else apart
         return min(operator_us(problem, one, hardware) for one in (*ours, "megatron"))
     if strategy in ("hopper", "fused", "pipelined"):
         return predict_us(problem, strategy, hardware)
@@ -117,9 +121,9 @@ def operator_us(problem: Problem, strategy: str, hardware: Hardware) -> float:
     gathers = problem.spec.gathers
     if problem.is_backward and not gathers:  # two collectives, each beside a GEMM
         moved = collective * gathered_share(problem), collective
+        exposed = COLUMN_BACKWARD[strategy] if hardware.peers else COLUMN_BACKWARD_APART
         return sum(gemms) + sum(
-            _beside_us(one, [gemm], COLUMN_BACKWARD[strategy])
-            for one, gemm in zip(moved, gemms, strict=True)
+            _beside_us(one, [gemm], exposed) for one, gemm in zip(moved, gemms, strict=True)
         )
     if strategy == "megatron":
         return sum(gemms) + collective
