@@ -31,7 +31,7 @@ AFTER_ALIGNMENT = 200_000  # 0.1 ms: the start event and the first launch
 # So many times the host's work of a call counts where it is asked for: the host has the rest of a
 # layer to enqueue too. With plans of up to 16 bands, the fastest on GPUs alone, a step took 199 ms,
 # stock's 139 (Qwen3-14B, 6 layers, M = 4096, TP 2 over host memory, 2 x H200, 2026-11-30,
-# h200x2/iterations.jsonl).
+# h200x2/checks.jsonl).
 HOST = 2
 GAP_S = 0.002  # between two candidates of a tuner's race, for the clocks to recover
 

@@ -16,6 +16,8 @@ from flux_megatron.launch.experiment import load, names
 RESULTS = Path(__file__).parents[2] / "docs/results"
 ARMS = {"stock": "megatron", "tp_comm_overlap": "te", "flux": "flux"}  # of a row, of a step
 H200 = ("h200x2/iterations.jsonl",)
+APART = ("h200x2/apart_iterations.jsonl",)
+HOST = {"cluster.link.kind": "host", "cluster.link.bandwidth_gbps": 25.0}
 IN_FP8 = ("h100x2/fp8_iterations.jsonl", "h100x4/fp8_iterations.jsonl")
 
 
@@ -46,8 +48,9 @@ def predicted(row, **values):
     }
     family = row["model"].removesuffix(f"-{row['layers']}-layers")
     (name,) = (name for name in names() if name.startswith(f"node/{family}-"))
-    steps = predict(name, sizes | values).steps
-    return {arm: steps[one].step_us * 1e-3 for arm, one in ARMS.items()}
+    arms = ["megatron", "flux"] if values.get("cluster.link.kind") == "host" else []  # no peers
+    steps = predict(name, sizes | values, arms).steps
+    return {arm: steps[one].step_us * 1e-3 for arm, one in ARMS.items() if one in steps}
 
 
 def range_of(errors):
@@ -58,10 +61,11 @@ def range_of(errors):
     ("files", "values", "known"),
     [
         (H200, {}, accuracy.KNOWN["H200", "nvlink"]),
+        (APART, HOST, accuracy.KNOWN["H200", "host"]),
         (IN_FP8, {"cluster.gpu": "H100", "training.fp8": "tensorwise"},
          accuracy.KNOWN_IN_FP8["H100", "nvlink"]),
     ],
-    ids=["H200", "FP8"],
+    ids=["H200", "host memory", "FP8"],
 )  # fmt: skip
 def test_errors_are_those_of_the_iterations(files, values, known):
     steps, speedups = [], []

@@ -201,6 +201,19 @@ def _of_machines(root: Path) -> Iterator[Cells]:
         yield *case, *times, best["candidate"], *shares, best["commit"]
 
 
+def _of_apart_iterations(root: Path) -> Iterator[Cells]:
+    def case_and_arm(_: str, row: Row) -> tuple[Case, str]:
+        sizes = f"TP {row['tp']}", model(row["model"]), str(row["layers"])
+        return (row["link"], *sizes, f"{row['M']} x {row['micro_batches']}"), row["arm"]
+
+    for race in races(
+        root / "docs/results", ("apart_iterations",), case_and_arm, ("stock", "flux")
+    ):
+        times = (race.time(arm, "median_ms") for arm in ("stock", "flux", "without_collectives"))
+        E = f"{race.arms['flux']['E']:.2f}"
+        yield race.gpus, *race.case, *times, race.over("stock", "flux", "median_ms"), E, race.commit
+
+
 def _of_post_training(root: Path) -> Iterator[Cells]:
     for gpus, _, row in rows(root / "docs/results", "post_training"):
         name, layout = row["case"].split()
@@ -275,6 +288,7 @@ TABLES: dict[str, Callable[[Path], Iterable[Cells]]] = {  # by the heading of th
     "Plans that ship": _of_plans,
     "Another M in every micro-batch": _of_many_rows,
     "Ranks that share no memory": _of_machines,
+    "Iterations of ranks that share no memory": _of_apart_iterations,
     "Post-training": _of_post_training,
     "Other operations": _of_others,
     "Losses of runs that differ in the order of sums": _of_losses,
