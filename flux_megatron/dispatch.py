@@ -174,16 +174,6 @@ def gather_refused(group: ProcessGroup, device: torch.device) -> str | None:
     return unavailable
 
 
-def beside_wgrad(group: ProcessGroup, device: torch.device) -> Plan | None:
-    """The plan of a column layer's dgrad with wgrad behind it, or None: its kind's.
-
-    Where ranks share no memory `sequential` has each collective beside one of the two GEMMs.
-    `signalled` has both beside dgrad, which takes a fifth longer so, and they share the link.
-    """
-    apart = workspace(group, device).unavailable and settings.get().strategy == "auto"
-    return Plan("sequential") if apart else None
-
-
 def refuse(error: str, group: ProcessGroup, device: torch.device) -> NoReturn:
     """Raise `ValueError`, and report the reason to the other ranks."""
     workspace(group, device).agreement.refuse(error)

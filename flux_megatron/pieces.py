@@ -10,14 +10,7 @@ from functools import partial
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron.dispatch import (
-    beside_wgrad,
-    decide,
-    decide_sum,
-    in_memory,
-    undecided,
-    without_rows,
-)
+from flux_megatron.dispatch import decide, decide_sum, in_memory, undecided, without_rows
 from flux_megatron.overlap import calls, registry, transfer
 from flux_megatron.overlap.operands import memory, product
 from flux_megatron.problem import Pattern, Plan
@@ -79,8 +72,7 @@ def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGro
     x = memory("x", x)
     if without_rows(Pattern.GEMM_RS, dy, w, group, "nn"):
         return Done(x), Done(product(dy, w, "nn"))
-    plan = beside_wgrad(group, dy.device)
-    decision = decide(Pattern.GEMM_RS, dy, w, None, group, "nn", plan)
+    decision = decide(Pattern.GEMM_RS, dy, w, None, group, "nn", None)
     decision.report_fallback()
     space, gather_plan = decision.workspace, decision.gather_plan()
     with space.guard():  # the gather is open if the scatter cannot begin

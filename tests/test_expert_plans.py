@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import DEVICE, on_device
+from races import FakeRace
+from ranks import DEVICE, on_cpu_ranks, on_device
 from test_expert_parallel import calls, even
 
 import flux_megatron
@@ -18,7 +19,7 @@ from flux_megatron.expert_parallel import fused, plans, tune
 from flux_megatron.expert_parallel.plans import ExpertEntry, ExpertProblem
 from flux_megatron.problem import Plan
 from flux_megatron.tune_command import experts as tune_experts
-from flux_megatron.tuning import environment, plan_cache
+from flux_megatron.tuning import environment, plan_cache, tuner
 from flux_megatron.tuning.plan_entry import Measured
 
 CPU = torch.device("cpu")
@@ -130,3 +131,11 @@ def test_the_problems_of_a_layer():
         ("a2a_gemm", "nt", 28672, 4096), ("gemm_a2a", "nt", 4096, 14336),
         ("gemm_a2a", "nn", 4096, 28672), ("a2a_gemm", "nn", 14336, 4096),
     ]  # fmt: skip
+
+
+@on_cpu_ranks(2)
+def test_the_host_of_experts_waits_and_does_not_count(rank):
+    tuner.race = FakeRace(lambda name: 1.0)
+    entry = tune.measure(PROBLEM, dist.group.WORLD, CPU)
+    assert "signalled" in {one.plan.strategy for one in entry.measured}
+    assert tuner.race.by_host == []

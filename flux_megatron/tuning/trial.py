@@ -46,6 +46,7 @@ class AnyTrial(Generic[E]):
     """
 
     entry: type[E]  # what becomes of it
+    by_host: tuple[str, ...] = ()  # strategies whose host's work counts in a race
     problem: Any
 
     def __init__(self, problem: Any, group: ProcessGroup, device: torch.device) -> None:
@@ -123,6 +124,7 @@ class Trial(AnyTrial[Entry]):
     """That of a linear layer."""
 
     entry = Entry
+    by_host = ("signalled",)  # which has many launches; that of experts waits for the GPU
     problem: Problem
 
     def __init__(self, problem: Problem, group: ProcessGroup, device: torch.device) -> None:

@@ -112,7 +112,7 @@ def _final(
     """
     calls = {plan.dumps(): trial.call(plan) for plan in plans}
     calls[AGAIN] = trial.call(plans[0])
-    many = [plan.dumps() for plan in plans if plan.strategy == "signalled"]  # launches
+    many = [plan.dumps() for plan in plans if plan.strategy in trial.by_host]
     beside = trial.problem.beside
     result = _race(trial, calls, rounds=rounds, beside=beside, gap_s=gap_s, by_host=many)
     if not result.failures:

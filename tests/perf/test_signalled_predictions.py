@@ -80,14 +80,14 @@ def test_the_longer_of_both_is_the_bound(case):
         assert found <= linear.operator_us(problem, "megatron", gpu)
 
 
-def test_backward_of_a_column_layer_is_that_of_megatron():
-    """On a slow link, x and dx travel one after the other, each beside a GEMM."""
+def test_backward_of_a_column_layer_gathers_too():
+    """On a slow link, x and dx travel one after the other, and wgrad hides beside them."""
     gpu = joined(1.0)
     layer = linear.Linear(column=True, M=8192, N=8192, K=8192, tp=2)
     one = alone_us(layer.forward, gpu)
     times = linear.cost(layer, "auto", gpu)
     assert 1.9 * one < times.backward_us < 2.1 * one
-    assert linear.cost(layer, "megatron", gpu).backward_us == times.backward_us
+    assert linear.cost(layer, "megatron", gpu).backward_us > times.backward_us
 
 
 def test_ranks_of_several_nodes_are_joined_by_cards():

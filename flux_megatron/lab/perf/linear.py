@@ -104,8 +104,7 @@ def operator_us(problem: Problem, strategy: str, hardware: Hardware) -> float:
     if strategy == "auto":
         # the kernel for sm_90 on Hopper GPUs, the portable one elsewhere
         by_peers = ("hopper" if hardware.hopper else "fused", "pipelined")
-        apart = () if problem.is_backward and problem.pattern is ROW else ("signalled",)
-        ours = by_peers if hardware.peers else apart
+        ours = by_peers if hardware.peers else ("signalled",)
         return min(operator_us(problem, one, hardware) for one in (*ours, "megatron"))
     if strategy in ("hopper", "fused", "pipelined"):
         return predict_us(problem, strategy, hardware)

@@ -27,7 +27,7 @@ EDGE_US = 156.0  # in which no bytes travel: bands begin and end in it, once whe
 
 def predict_us(problem: Problem, hardware: Hardware, moved_bytes: int, behind: float) -> float:
     """AG+GEMM, GEMM+RS or GEMM+AR of `moved_bytes`; GEMMs of `behind` follow on the caller's
-    stream.
+    stream, and in a column layer's backward x is gathered first.
     """
     rows = band_shares.rows_of(problem)
     plans = [plan for plan in band_shares.shares_of(problem) if plan[1]]
@@ -57,6 +57,8 @@ def _of_plan(
             multiply.now = max(multiply.now, arrived)
             multiply.rows(rows)
         return multiply.now + behind
+    if problem.spec.scatters and behind:
+        multiply.busy_until = times_us
     shards = problem.world_size if problem.spec.scatters else 1
     for rows, us in zip(bands, travels, strict=True):
         multiply.rows(shards * rows)
