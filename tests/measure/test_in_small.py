@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -24,6 +25,7 @@ from flux_megatron.lab.measure import (
     breakdown,
     dynamic_layers,
     dynamic_rows,
+    first_steps,
     fp8_operations,
     gpu_run,
     iterations,
@@ -141,6 +143,20 @@ def test_a_wrong_layer_is_not_timed(rank, case):
     if rank == 1:  # on one rank, and all stop
         dynamic_layers.Layer.ours = wrong
     assert not dynamic_rows.measure(run_here(), case, 5, repeat=False, beside=False)
+
+
+def first(rank: int, out: Path) -> None:
+    if rank == 1:  # the slowest counts
+        right = dynamic_layers.Layer.ours
+        dynamic_layers.Layer.ours = lambda layer: (time.sleep(0.2), right(layer))[1]
+    assert first_steps.measure(run_here(out), "small", [32, 64])
+
+
+def test_first_steps_are_those_of_the_slowest_rank(tmp_path):
+    run_ranks(first, 2, tmp_path / "rows")
+    row = json.loads((tmp_path / "rows").read_text())
+    assert [step["M"] for step in row["steps"]] == [32, 64]
+    assert all(step["slowest_s"] >= 0.2 and step["compiled"] == 0 for step in row["steps"])
 
 
 def apart(rank: int, out: Path, wrong: bool) -> bool:
