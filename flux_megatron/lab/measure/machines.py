@@ -58,7 +58,10 @@ def measure(run: Run, case: str, link: str, rounds: int, beside: bool) -> bool:
     calls: Calls = {**plain_calls(run, trial), **ours}
     result = race(calls, group=run.group, device=run.device, rounds=rounds, beside=beside)
     us = {name: round(result.median_us(name), 1) for name in result.times_us}
-    host = {name: round(host_time_us(calls[name], run.device)) for name in ("sequential", *right)}
+    host = {
+        name: round(host_time_us(calls[name], run.device, n=5))  # more fill the device's queue
+        for name in ("sequential", *right)
+    }
     gemm, collective, serial = us["gemm"], us["collective"], us["sequential"]
     run.say(f"{case}: GEMM {gemm}, collective {collective}, one after the other {serial}")
     for name, plan in right.items():
