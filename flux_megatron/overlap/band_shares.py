@@ -25,10 +25,11 @@ SMS_OF_ONE = 2
 def shares_of(problem: Problem) -> list[tuple[Sequence[int], int]]:
     """Of the candidates: bands, and how many communicators. Without one a gather runs beside a
     library's GEMMs, which hold all SMs, but multiply the rows of several ranks at once, which ours
-    do not: over two ranks it was never the fastest of eight calls (h200x2/machines.jsonl).
+    do not: over two ranks it was the fastest in none of 27 races (h200x2/machines.jsonl).
 
-    Two bands are for a host that is late: a call of four to sixteen takes it .3 to 2.8 ms through
-    host memory (2 x H200, NCCL 2.28.9, 2026-11-30, h200x2/machines.jsonl).
+    Two bands are for a host that is late: through host memory one of twenty calls in a row takes it
+    .3 to 1.0 ms in bands of a reduction, .8 to 2.8 in those of a gather (2 x H200, NCCL 2.28.9,
+    2026-11-30, h200x2/machines.jsonl). More than two ranks were not measured.
     """
     if not problem.spec.gathers:
         return [(EDGES, 3), (SIXTEEN, 3), (GROUPS, 3), (TWO, 2)]
