@@ -21,7 +21,7 @@ from flux_megatron.kernels.portable.signalled_gemm import bands, ends_of
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.overlap import calls, collectives, registry, sequential, signalled
 from flux_megatron.overlap import stage as stages
-from flux_megatron.patterns import COLUMN, ROW, Pattern
+from flux_megatron.patterns import ROW, Pattern
 from flux_megatron.problem import MAX_GROUPS, Plan, Problem, Tile
 from flux_megatron.symm import places
 from flux_megatron.symm.workspace import workspace
@@ -41,11 +41,9 @@ def cases(every: int) -> list[Case]:
     made = []
     for number, (size, group_rows) in [*enumerate(GROUPS)][::every]:
         plan = Plan("signalled", tile=SMALL, group_rows=group_rows, comm_sms=8)
-        by_library = replace(plan, comm_sms=8 * (number % 3 > 0))
         layout, dtype = ("nt", "nn")[number % 2], dtypes[number % 3]
         given = {"dtype": dtype, "layout": layout, "plan": plan, "seed": number}
         made += [Case(pattern, *size, **given) for pattern in ("gemm_rs", "gemm_ar")]
-        given["plan"] = by_library
         made.append(Case("ag_gemm", *size, bias=number % 2 == 1, **given))
     return made
 
@@ -60,20 +58,13 @@ def test_exact(rank, turns):
     check_all(made)
     assert not workspace(group, here()).size_bytes
     report = flux_megatron.report()
-    by_us = sum(n for (pattern, _), n in report.calls.items() if pattern != "ag_gemm")
-    launches = by_us + sum(_gathers_by_us(case, group.size()) for case in made)
-    assert report.kernels["signalled_gemm"] == launches
-    assert f"signalled_gemm {launches}" in str(report)
+    by_us = report.calls["gemm_rs", "signalled"] + report.calls["gemm_ar", "signalled"]
+    assert report.kernels["signalled_gemm"] == by_us
+    assert f"signalled_gemm {by_us}" in str(report)
+    assert report.kernels["gathered_gemm"] == 2 * report.calls["ag_gemm", "signalled"]
     assert report.calls == {(pattern, "signalled"): len(made) // 3 for pattern in Pattern}
     counters = stages.stage_of(workspace(group, here())).counters
     assert not counters.any(), "what the next call's collectives wait for"
-
-
-def _gathers_by_us(case: Case, shards: int) -> int:
-    """How many GEMMs of ours a gather has: of the local shard, and of each band of the others."""
-    if case.pattern != "ag_gemm" or not case.plan.comm_sms:
-        return 0
-    return 1 + (shards - 1) * len(ends_of(case.M_shard, case.plan.group_rows))
 
 
 @on_device_ranks(3)
@@ -151,10 +142,11 @@ def test_the_hopper_kernel_makes_bands_of_whole_tiles(monkeypatch):
 
 def test_default_plans_have_bands_of_whole_tiles():
     for M in (2, 300, 8192):
-        for pattern in (ROW, Pattern.GEMM_AR):
+        for pattern in Pattern:
             problem = Problem(pattern, M, 512, 512, "float32", 2, device="cpu")
-            rows = M // 2 if pattern is ROW else M
+            rows = M if pattern is Pattern.GEMM_AR else M // 2
             for plan in registry.candidates(problem, "signalled"):
+                assert plan.comm_sms > 0
                 block = plan.tile.block_m
                 assert all(size % block == 0 for size in plan.group_rows)
                 last, largest = rows - sum(plan.group_rows), max(block, *plan.group_rows, 0)
@@ -164,15 +156,6 @@ def test_default_plans_have_bands_of_whole_tiles():
         asked = Problem(pattern, 8192, 12288, 12288, "bfloat16", 2, device=DEVICE)
         sizes = signalled.default_plan(asked).group_rows
         assert sizes[0] < sizes[4] > sizes[-1], "small at both edges"
-
-
-def test_gathers_of_two_ranks_run_beside_our_gemms():
-    """Those of more would be a small one for each rank and band."""
-    for ranks, ours in ((2, True), (4, False)):
-        problem = Problem(COLUMN, 8192, 512, 512, "float32", ranks, device=DEVICE)
-        plans = registry.candidates(problem, "signalled")
-        assert [plan.comm_sms > 0 for plan in plans].count(False) == (0 if ours else 2)
-        assert (plans[0].comm_sms > 0) == (signalled.default_plan(problem).comm_sms > 0) == ours
 
 
 class Turn:
@@ -200,7 +183,7 @@ def test_communicators_take_turns_at_bands(rank, comm_sms, turns):
         assert sms == min(comm_sms, 2)
         return Turn(space.group, turn, seen)
 
-    with mock.patch.object(signalled, "communicator", communicator):
+    with mock.patch.object(stages, "communicator", communicator):
         for number, pattern in enumerate(Pattern):
             seen.clear()
             sizes = (64, 16, 16) if pattern != "gemm_ar" else (32, 16, 16)

@@ -3,6 +3,7 @@
 | primitive | order |
 | --- | --- |
 | `wait_acquire_sys` | the signal, then TMA loads of this CTA; bounded by a deadline |
+| `arrives_acquire_sys` | the flag of a stream, then TMA loads of this CTA; it may give up |
 | `complete_tma_stores` | TMA stores are in memory, and ordered before a release that follows |
 | `count_release_sys` | what has completed, then one arrival for this GPU's copy engine |
 | `count_release_gpu`, `wait_acquire_gpu` | the same two among CTAs of one GPU, for plain loads |
@@ -19,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flux_megatron.kernels.gluon_versions import barrier
-from flux_megatron.kernels.primitives import wait_acquire
+from flux_megatron.kernels.primitives import arrives_acquire, wait_acquire
 from flux_megatron.symm import signals
 
 MAX_COMM_TILES = gl.constexpr(signals.MAX_COMM_TILES)
@@ -29,6 +30,21 @@ MAX_COMM_TILES = gl.constexpr(signals.MAX_COMM_TILES)
 def wait_acquire_sys(pad, slot, epoch, deadline, status):
     """Wait until `slot` of `pad` holds `epoch`; TMA loads that follow see what it announces."""
     wait_acquire(pad, slot, epoch, deadline, status, "sys")
+    _acquire_for_tma_loads()
+
+
+@gluon.jit
+def arrives_acquire_sys(flag, late, limit_ns):
+    """Whether a stream has set `flag`, within `limit_ns`: TMA loads that follow see what it
+    announces.
+    """
+    here = arrives_acquire(flag, late, limit_ns)
+    _acquire_for_tma_loads()
+    return here
+
+
+@gluon.jit
+def _acquire_for_tma_loads():
     barrier()  # one thread has acquired; the one that issues the load may be another
     gl.inline_asm_elementwise(
         "{ fence.proxy.async; mov.u32 $0, 0; }", "=r", [], dtype=gl.int32, is_pure=False, pack=1

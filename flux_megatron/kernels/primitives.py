@@ -6,8 +6,9 @@
 | --- | --- |
 | `signal_release_sys` | all earlier stores of this CTA, then the signal, for any rank |
 | `wait_acquire_sys` | the signal, then all later loads of this CTA; a deadline bounds it |
+| `arrives_acquire_sys` | the flag of a stream, then all later loads of this CTA; it may give up |
 | `count_acq_rel_gpu` | joins the stores of several CTAs of one GPU before a single signal |
-| `refuse_release_sys` | the words of a refusal, then the mark that the host reads |
+| `refuse_release_sys` | the words of a refusal, then the flag that the host reads |
 | `count_release_sys` | all earlier stores of this CTA, then the count, for a stream's wait |
 | `count_relaxed_gpu` | none: a number that outlives the launch |
 | `complete_tma_stores` | TMA stores are in memory, and ordered before a later release |
@@ -41,6 +42,7 @@ _OVER = tl.constexpr(signals.STATUS_OVER)
 _LATE = tl.constexpr(signals.STATUS_LATE)
 _REFUSED = tl.constexpr(signals.STATUS_REFUSED)
 _LOOK_EVERY = tl.constexpr(signals.LOOK_EVERY)
+_LOOK_AT_LATE = tl.constexpr(32)
 MAX_COMM_TILES = tl.constexpr(signals.MAX_COMM_TILES)
 
 
@@ -127,6 +129,25 @@ def _wait_acquire_sys_device(pad, slot, epoch, deadline, status):
 
 
 @triton.jit
+def arrives_acquire(flag, late, limit_ns):
+    """Whether a stream has set `flag`. If not, wait for it, but no longer than `limit_ns` and than
+    any other CTA does: `late` counts those whose time is over.
+    """
+    deadline = _time_ns() + limit_ns
+    seen = 0
+    turns = 0
+    going = True
+    while going:
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        going = seen == 0
+        turns += 1
+        if (turns % _LOOK_AT_LATE == 0) & going:  # an atomic gives all warps the same answer
+            tl.atomic_add(late, (_time_ns() >= deadline).to(tl.int32), sem="relaxed", scope="sys")
+            going = tl.atomic_add(late, 0, sem="relaxed", scope="sys") == 0
+    return seen != 0
+
+
+@triton.jit
 def record_first(pad, number, expected, seen, status, reason):
     """Say what has failed and why, if it is the first failure: others follow from it."""
     # an atomic gives all warps the same answer
@@ -195,7 +216,12 @@ def poll(address: int, slot: int, epoch: int, deadline: int, record: ctypes.Arra
     spin(lambda: None if signals.reached(cell.value, epoch) else cell.value, deadline, record)
 
 
-host_wait = poll  # the scheduler of virtual ranks in tests replaces it
+def is_set(address: int) -> bool:
+    """Whether the int32 at `address` is not 0."""
+    return ctypes.c_int32.from_address(address).value != 0
+
+
+host_wait, host_arrives = poll, is_set  # the scheduler of virtual ranks in tests replaces them
 
 
 def record_at(status) -> ctypes.Array:
@@ -229,6 +255,10 @@ def _wait_acquire_sys_host(pad, slot, epoch, deadline, status) -> None:
         record_first_host(pad, slot, epoch, late.args[0], status, signals.STATUS_LATE)
 
 
+def _arrives_acquire_sys_host(flag, late, limit_ns) -> bool:
+    return host_arrives(integer(flag))
+
+
 def _refuse_release_sys_host(pad, number, expected, seen, status) -> None:
     record_first_host(pad, number, expected, seen, status, signals.STATUS_REFUSED)
 
@@ -239,6 +269,7 @@ def _no_fence_needed() -> None: ...
 time_ns = _time_ns_host if INTERPRETED else _time_ns
 deadline_after = _deadline_after_host if INTERPRETED else _deadline_after_device
 wait_acquire_sys = _wait_acquire_sys_host if INTERPRETED else _wait_acquire_sys_device
+arrives_acquire_sys = _arrives_acquire_sys_host if INTERPRETED else arrives_acquire
 refuse_release_sys = _refuse_release_sys_host if INTERPRETED else _refuse_release_sys_device
 complete_tma_stores = _no_fence_needed if INTERPRETED else _complete_tma_stores_device
 acquire_for_tma_loads = _no_fence_needed if INTERPRETED else _acquire_for_tma_loads_device

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from flux_megatron.problem import Problem
 
-# Rows of bands, as shares of all. A reduction's first and last band are exposed. A gather's GEMMs
-# begin with the local shard, so its last one alone is.
+# Rows of bands, as shares of all. A reduction's first and last band are exposed. A gather's GEMM
+# begins with the local shard, so its last one alone is.
 TWO, GROUPS, EIGHT, SIXTEEN = (1,) * 2, (1,) * 4, (1,) * 8, (1,) * 16
 EDGES = 1, 2, 4, 4, 4, 4, 4, 4, 2, 2, 1
+TAPERED = 4, 4, 4, 2, 1, 1
 # Communicators take turns at bands, each with so many SMs. A collective begins and ends beside
 # another, and several get more of a socket than one. Two H200 that NCCL joins by host memory,
 # GEMM+RS 16384 x 8192 x 8192 in eight equal bands by 4 SMs: 5868 us by one communicator, 5484 by
@@ -23,9 +24,7 @@ SMS_OF_ONE = 2
 
 
 def shares_of(problem: Problem) -> list[tuple[Sequence[int], int]]:
-    """Of the candidates: bands, and how many communicators. Without one a gather runs beside a
-    library's GEMMs, which hold all SMs, but multiply the rows of several ranks at once, which ours
-    do not: over two ranks it was the fastest in none of 27 races (h200x2/machines.jsonl).
+    """Of the candidates: bands, and how many communicators.
 
     Two bands are for a host that is late: through host memory one of twenty calls in a row takes it
     .3 to 1.0 ms in bands of a reduction, .8 to 2.8 in those of a gather (2 x H200, NCCL 2.28.9,
@@ -33,9 +32,7 @@ def shares_of(problem: Problem) -> list[tuple[Sequence[int], int]]:
     """
     if not problem.spec.gathers:
         return [(EDGES, 3), (SIXTEEN, 3), (GROUPS, 3), (TWO, 2)]
-    if problem.world_size > 2:
-        return [(GROUPS, 0), (GROUPS, 1), (EIGHT, 3), (TWO, 0)]
-    return [(EIGHT, 2), (GROUPS, 1), (EIGHT, 3), (TWO, 2)]
+    return [(EIGHT, 3), (GROUPS, 1), (TAPERED, 2), (TWO, 2)]
 
 
 def rows_of(problem: Problem) -> int:

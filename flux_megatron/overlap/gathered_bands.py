@@ -1,92 +1,135 @@
-"""AG+GEMM of `signalled`: the all-gather in bands of rows, beside GEMMs of those that have come.
+"""AG+GEMM of `signalled`: the all-gather in bands of rows, beside a GEMM that goes on to each of
+them when it has come.
 
-The dual of the other patterns: there tiles let a collective begin, here a collective lets a GEMM
-begin, by an event. Band g has the same rows of every shard, as one block [R, rows, K]. No kernel
-waits, so it holds no SM while rows are on their way.
+The dual of the other patterns: there tiles let a collective begin, here a collective lets tiles
+begin. Band g has the same rows of every shard, as one block [R, rows, K].
 
-| time | communicators, in turns | caller's stream |
-| --- | --- | --- |
-| 1 | gather bands 0, 1 and 2 | the local shard, which needs no other rank |
-| 2 | gather band 3 | remote rows of band 0 |
-| 3 | gather band 4 | remote rows of band 1 |
+    caller's stream   kernel: local shard | band 1 [V] | band 2 [V] | ...    the same kernel: what
+                                                                             the first one left
+    communicators     gather 1 | gather 3 | ...
+      in turns           gather 2 | gather 4 | ...
+    stream of flags   [V] of band 1 | [V] of band 2 | ...
+
+The first kernel waits for a band up to PATIENCE_NS, then its CTAs leave, because an all-gather may
+wait for SMs that they hold. The second comes behind all bands, and mostly finds nothing left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from functools import partial
 from itertools import cycle, islice
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
-from flux_megatron.kernels.portable.signalled_gemm import ends_of
+from flux_megatron.kernels.hopper import gemm as hopper_gemm
+from flux_megatron.kernels.portable import gathered_gemm as portable
+from flux_megatron.kernels.portable.signalled_gemm import Band, bands
 from flux_megatron.overlap import collectives
 from flux_megatron.overlap.phase import phase
-from flux_megatron.symm.copy_engine import CopyEngine
-from flux_megatron.symm.space import Workspace
+from flux_megatron.overlap.stage import communicators, stage_of
+from flux_megatron.symm.device import capturing
+from flux_megatron.symm.program import CallProgram
+from flux_megatron.symm.steps import Slot
+
+if TYPE_CHECKING:
+    from flux_megatron.overlap.calls import InFlight
+
+# Twice what a band of 2048 x 8192 takes over host memory. Where ranks' CTAs and kernels of other
+# groups wait in a circle for each other's SMs, a call loses so much and no more.
+PATIENCE_NS = 3_000_000
 
 
-class Arriving(NamedTuple):
-    """A band on its way: rows `first` to `last` of each shard, in `block` [R, rows, K]."""
+def ag_gemm(p: CallProgram) -> Slot:
+    """all_gather(x [M_shard, K]) times w + bias; a caller step borrows the gathered rows."""
+    plan, stage, (M_shard, K) = p.plan, stage_of(p.space), p.x.shape
+    of_bands = bands(M_shard, p.N, p.world_size, plan.group_rows, plan.tile)
+    y = p.x.new_empty(p.world_size * M_shard, p.N)
+    blocks = p.x.new_empty(len(y), K)
+    table = p.kept(stage.table(of_bands))
+    p.follows = True
+    p.host(partial(_begin, of_bands), p.x, blocks, table)
 
-    first: int
-    last: int
-    block: Tensor
-    work: Work
+    def multiply(limit_ns: int) -> None:
+        with p.phase("gathered_gemm kernel"):
+            _kernel_of(p, of_bands)(
+                p.x, blocks, p.w, p.bias, y, table=table, words=p.kept(stage.words), rank=p.rank,
+                bands=len(of_bands), limit_ns=limit_ns, spare_sms=plan.comm_sms, layout=p.layout,
+                tile=plan.tile,
+            )  # fmt: skip
+
+    multiply(PATIENCE_NS)
+    p.host(partial(_gather, of_bands), p.x, blocks)
+    multiply(0)
+    if p.caller_steps:
+        ordered = p.x.new_empty(len(y), K)
+        p.host(partial(_order, of_bands), blocks, ordered)
+        p.caller_step(ordered)
+    return y
 
 
-class Multiply(Protocol):
-    """x [n, rows, K] times w ([N, K] or [K, N]) into `out`, rows of n shards of y."""
+def _kernel_of(p: CallProgram, of_bands: tuple[Band, ...]) -> Any:
+    """The Hopper kernel, unless `hopper.gemm.refuses_bands` says why not, else the portable one."""
+    x = p.x
+    given = x.device.type, x.dtype, x.shape[1], p.N, p.world_size, of_bands, p.plan.tile
+    if hopper_gemm.refuses_bands(*given):
+        return portable.gathered_gemm
+    from flux_megatron.kernels.hopper import gathered_gemm
 
-    def __call__(self, x: Tensor, w: Tensor, *, out: Tensor) -> None: ...
+    return gathered_gemm.gathered_gemm
 
 
-def ag_gemm(
-    group_rows: tuple[int, ...], groups: Sequence[ProcessGroup], stream: CopyEngine,
-    workspace: Workspace, multiply: Multiply, x: Tensor, w: Tensor, y: Tensor, blocks: Tensor,
-    ordered: Tensor | None = None,
-) -> None:  # fmt: skip
-    """all_gather(x [M_shard, K]) times w: y [M, N]. Of `groups` each gathers a band in its turn,
-    from `stream` on. The rows go to `blocks` [M, K] as they come, and to `ordered` [M, K] by rank.
+def _begin(
+    of_bands: tuple[Band, ...], call: InFlight, x: Tensor, blocks: Tensor, table: Tensor
+) -> None:
+    """The first band of each communicator, before the kernel: rows are sent beside it."""
+    stage = stage_of(call.space)
+    groups = communicators(call.space, call.program.plan.comm_sms)
+    stage.begin(call)
+    if capturing(call.space.device):
+        stage.hold(table)
+    stage.words.zero_()
+    stage.stream.fork()
+    for group, band in zip(groups, of_bands, strict=False):
+        _start(group, band, call, x, blocks)
+
+
+def _start(group: ProcessGroup, band: Band, call: InFlight, x: Tensor, blocks: Tensor) -> None:
+    rows = slice(band.first, band.first + band.rows)
+    with stage_of(call.space).stream.stream(), phase("all-gather"):
+        work = group._allgather_base(_block(band, group.size(), blocks), x[rows])
+    call.works.append(work)
+
+
+def _block(band: Band, shards: int, blocks: Tensor) -> Tensor:
+    return blocks[shards * band.first : shards * (band.first + band.rows)]
+
+
+def _gather(of_bands: tuple[Band, ...], call: InFlight, x: Tensor, blocks: Tensor) -> None:
+    """The other bands, and the flag of each. With CUDA_DEVICE_MAX_CONNECTIONS=1 a gather stands
+    behind the one before of its communicator, and would have stood before the kernel.
     """
-    rank, shards, (rows, K) = groups[0].rank(), groups[0].size(), x.shape
-    y = y.view(shards, rows, -1)
-    if ordered is not None:
-        ordered = ordered.view(shards, rows, K)
-
-    def start(first: int, last: int, group: ProcessGroup) -> Arriving:
-        block = blocks[shards * first : shards * last]
-        with stream.stream(), phase("all-gather"):
-            work = group._allgather_base(block, x[first:last])
-        return Arriving(first, last, block.view(shards, last - first, K), work)
-
-    ends = ends_of(rows, group_rows)
-    gathers = map(start, [0, *ends], ends, cycle(groups))
-    stream.fork()  # before the GEMM: rows are sent beside it
-    arriving = [*islice(gathers, len(groups))]
-    with phase("gemm chunk"):
-        multiply(x.unsqueeze(0), w, out=y[rank : rank + 1])
-    # Each of the others is enqueued one GEMM ahead. With CUDA_DEVICE_MAX_CONNECTIONS=1 all of them
-    # at once would stand before the GEMMs.
-    while arriving:
-        arriving += islice(gathers, 1)
-        band = arriving.pop(0)
-        with phase("wait"):
-            collectives.wait(band.work, workspace)
-        with phase("gemm chunk"):
-            for others in (slice(0, rank), slice(rank + 1, shards)):
-                multiply(band.block[others], w, out=y[others, band.first : band.last])
-        if ordered is not None:
-            ordered[:, band.first : band.last] = band.block
-    stream.join()
+    stage = stage_of(call.space)
+    groups = communicators(call.space, call.program.plan.comm_sms)
+    turns: Iterator[ProcessGroup] = islice(cycle(groups), len(groups), None)
+    others = iter(of_bands[len(groups) :])
+    for number in range(1, len(of_bands) + 1):
+        for band in islice(others, 1):
+            _start(next(turns), band, call, x, blocks)
+        with stage.flags.stream(), phase("wait"):
+            collectives.wait(call.works.pop(0), call.space)
+        stage.flags.write(stage.words.data_ptr() + 4 * (portable.FLAGS + number), 1)  # flag [V]
+    stage.join()
+    stage.open = None
 
 
-def multiply(layout: str, x: Tensor, w: Tensor, *, out: Tensor) -> None:
-    """`Multiply` by the library: one GEMM, or one batched. It leaves no SM to anybody."""
-    right = w.t() if layout == "nt" else w
-    if len(x) == 1:
-        torch.mm(x[0], right, out=out[0])
-    elif len(x):
-        torch.bmm(x, right.expand(len(x), *right.shape), out=out)
+def _order(of_bands: tuple[Band, ...], call: InFlight, blocks: Tensor, ordered: Tensor) -> None:
+    """The gathered rows by rank."""
+    shards = call.program.world_size
+    parts = [
+        _block(band, shards, blocks).view(shards, band.rows, -1) for band in of_bands
+    ]  # fmt: skip
+    torch.cat(parts, 1, out=ordered.view(shards, -1, ordered.shape[1]))

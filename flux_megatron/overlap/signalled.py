@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -24,11 +23,10 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.hopper import gemm as hopper_gemm
-from flux_megatron.kernels.portable.signalled_gemm import Band, bands, ends_of, signalled_gemm
+from flux_megatron.kernels.portable.signalled_gemm import Band, bands, signalled_gemm
 from flux_megatron.overlap import collectives, gathered_bands, signalled_plans
-from flux_megatron.overlap.band_shares import SMS_OF_ONE
 from flux_megatron.overlap.phase import phase
-from flux_megatron.overlap.stage import communicator, stage_of
+from flux_megatron.overlap.stage import communicators, stage_of
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Tile
 from flux_megatron.symm.device import capturing
@@ -45,57 +43,6 @@ _SUM = dist.ReduceScatterOptions()
 supports = launch.supports
 default_plan, candidates = signalled_plans.default_plan, signalled_plans.candidates
 why_not = signalled_plans.why_not
-
-
-def _ag_gemm(p: CallProgram) -> Slot:
-    """Band after band."""
-    y = p.x.new_empty(p.world_size * len(p.x), p.N)
-    blocks = p.x.new_empty(len(y), p.x.shape[1])
-    ordered = (p.x.new_empty(*blocks.shape),) if p.caller_steps else ()
-    p.follows = True
-    p.host(partial(_gather_bands, _multiply_of(p, len(p.x))), p.x, p.w, y, blocks, *ordered)
-    if p.bias is not None:
-        p.torch(Tensor.add_, y, p.bias)
-    p.caller_step(*ordered)
-    return y
-
-
-def _gather_bands(
-    multiply: gathered_bands.Multiply, call: InFlight, x: Tensor, w: Tensor, *made: Tensor
-) -> None:
-    program, space = call.program, call.space
-    stage, groups = stage_of(space), _communicators(call)
-    stage.begin(call)
-    group_rows = program.plan.group_rows
-    gathered_bands.ag_gemm(group_rows, groups, stage.stream, space, multiply, x, w, *made)
-    stage.open = None
-
-
-def _multiply_of(p: CallProgram, rows: int) -> gathered_bands.Multiply:
-    """The GEMM of so many local rows, or of a band's: the library's, or one that leaves
-    `plan.comm_sms` SMs to the gathers.
-    """
-    plan, stage, N = p.plan, stage_of(p.space), p.N
-    if not plan.comm_sms:
-        return partial(gathered_bands.multiply, p.layout)
-    ends = ends_of(rows, plan.group_rows)
-    kernels = {}
-    for size in {rows, *(end - first for first, end in pairwise([0, *ends]))}:
-        whole = bands(size, N, 1, (), plan.tile)
-        kernels[size] = partial(
-            kernel_of(p.x, N, whole, 1, plan.tile), table=stage.table(whole),
-            tiles=whole[0].tiles, shards=1, counters=stage.uncounted, layout=p.layout,
-            tile=plan.tile, work_counter=stage.work_counter, spare_sms=plan.comm_sms,
-        )  # fmt: skip
-
-    def multiply(x: Tensor, w: Tensor, *, out: Tensor) -> None:
-        for shard, y in zip(x, out, strict=True):
-            kernel = kernels[len(shard)]
-            if capturing(p.space.device):
-                stage.hold(kernel.keywords["table"])
-            kernel(shard, w, y)
-
-    return multiply
 
 
 def _gemm_rs(p: CallProgram) -> Slot:
@@ -147,18 +94,11 @@ def _by_bands(
 
 def _begin(call: InFlight, table: Tensor) -> None:
     stage = stage_of(call.space)
-    _communicators(call)  # made before anything is enqueued
+    communicators(call.space, call.program.plan.comm_sms)  # made before anything is enqueued
     stage.begin(call)
     if capturing(call.space.device):
         stage.hold(table)
     stage.stream.fork()  # before the kernel: collectives wait for tiles, not for its end
-
-
-def _communicators(call: InFlight) -> list[ProcessGroup]:
-    """Who move bands, in turns."""
-    comm_sms = call.program.plan.comm_sms
-    turns = max(1, comm_sms // SMS_OF_ONE)
-    return [communicator(call.space, min(SMS_OF_ONE, comm_sms), turn) for turn in range(turns)]
 
 
 def _collect(
@@ -166,7 +106,8 @@ def _collect(
     call: InFlight, *made: Tensor,
 ) -> None:  # fmt: skip
     """In one step: the host has a wait, a collective and a write to enqueue for each band."""
-    stage, groups = stage_of(call.space), _communicators(call)
+    stage = stage_of(call.space)
+    groups = communicators(call.space, call.program.plan.comm_sms)
     with stage.stream.stream():
         for number, band in enumerate(of_bands):
             with phase(name):
@@ -208,4 +149,6 @@ def kernel_of(
     return hopper_signalled_gemm.signalled_gemm
 
 
-BUILDERS: dict[Pattern, Builder] = {COLUMN: _ag_gemm, ROW: _gemm_rs, Pattern.GEMM_AR: _gemm_ar}
+BUILDERS: dict[Pattern, Builder] = {
+    COLUMN: gathered_bands.ag_gemm, ROW: _gemm_rs, Pattern.GEMM_AR: _gemm_ar
+}  # fmt: skip

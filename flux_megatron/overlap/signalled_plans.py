@@ -16,11 +16,7 @@ def default_plan(problem: Problem) -> Plan:
     return candidates(problem)[0]
 
 
-def why_not(problem: Problem, plan: Plan) -> str | None:
-    """Why no call of the problem has this plan, or None. A library's GEMM has its own tiles."""
-    if problem.spec.gathers and not plan.comm_sms:
-        return None
-    return fused.why_not(problem, plan)
+why_not = fused.why_not
 
 
 def candidates(problem: Problem) -> list[Plan]:

@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flux_megatron import errors
+from flux_megatron.kernels.portable.gathered_gemm import WORDS
 from flux_megatron.kernels.portable.signalled_gemm import Band, table_of
+from flux_megatron.overlap.band_shares import SMS_OF_ONE
 from flux_megatron.problem import MAX_GROUPS
-from flux_megatron.symm.device import capturing, communication_stream
+from flux_megatron.symm.device import capturing, communication_stream, flag_stream
 from flux_megatron.symm.groups import is_listed, name_of, timeout_s
 from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.signals import WORK_WORDS
@@ -34,7 +36,8 @@ class Stage:
     def __init__(self, device: torch.device) -> None:
         self.stream = communication_stream(device)
         self.counters = torch.zeros(MAX_GROUPS, dtype=torch.int32, device=device)
-        self.uncounted = torch.zeros_like(self.counters)  # by kernels for whose tiles nobody waits
+        self.flags = flag_stream(device)
+        self.words = torch.zeros(WORDS, dtype=torch.int32, device=device)  # of `gathered_gemm`
         self.work_counter = torch.zeros(WORK_WORDS, dtype=torch.int32, device=device)
         self.open = None
         self.communicators: dict[tuple[int, int], Any] = {}  # by the SMs that they hold, and turn
@@ -53,6 +56,7 @@ class Stage:
 
     def join(self) -> None:
         """What the current stream gets from now on comes after all collectives so far."""
+        self.flags.join()
         self.stream.join()
 
     def close(self) -> None:
@@ -99,6 +103,12 @@ def _refuse_capture(device: torch.device) -> None:
             "a call of signalled is captured that was never made before: make the same call once "
             "before it is captured"
         )
+
+
+def communicators(workspace: Workspace, comm_sms: int) -> list[Any]:
+    """Who move bands, in turns, in so many SMs."""
+    turns = max(1, comm_sms // SMS_OF_ONE)
+    return [communicator(workspace, min(SMS_OF_ONE, comm_sms), turn) for turn in range(turns)]
 
 
 def communicator(workspace: Workspace, comm_sms: int, turn: int = 0) -> Any:

@@ -61,6 +61,14 @@ def communication_stream(device: torch.device) -> CopyEngine:
     return _engine(device)
 
 
+@cache
+def flag_stream(device: torch.device) -> CopyEngine:
+    """A stream of a device that waits for collectives and flags what has come: the next collective
+    waits for none of them.
+    """
+    return _engine(device)
+
+
 def _engine(device: torch.device) -> CopyEngine:
     if device.type == "cpu":
         return cpu_backend.CpuCopyEngine()

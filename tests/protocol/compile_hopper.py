@@ -23,6 +23,7 @@ from compile_source import assembled, codes_of, codes_of_plan, memory, write
 from flux_megatron.kernels.experts import hopper_a2a_gemm, hopper_gemm_a2a
 from flux_megatron.kernels.experts.weights import ExpertWeights
 from flux_megatron.kernels.hopper import config as hopper_config
+from flux_megatron.kernels.hopper import gathered_gemm as hopper_gathered_gemm
 from flux_megatron.kernels.hopper import signalled_gemm as hopper_signalled_gemm
 from flux_megatron.kernels.triton_launch import Code
 from flux_megatron.overlap import hopper
@@ -105,7 +106,7 @@ def shipped() -> dict[str, Code]:
         for problem, plan in _planned():
             name, code = _named(problem, plan)
             found.setdefault(name, code)
-        return found | signalled() | experts()
+        return found | signalled() | gathered() | experts()
 
 
 def signalled() -> dict[str, Code]:
@@ -119,6 +120,20 @@ def signalled() -> dict[str, Code]:
             tile=hopper_config.TILE,
         )  # fmt: skip
         found[f"signalled bfloat16 {layout} 128x256 {shards} shards"] = codes_of(call)[0]
+    return found
+
+
+def gathered() -> dict[str, Code]:
+    """All-gathers by others; with a bias in one layout."""
+    found = {}
+    for layout in ("nt", "nn"):
+        x, words = memory(8192, 4096, dtype=torch.bfloat16), memory(1)
+        call = partial(
+            hopper_gathered_gemm.gathered_gemm, x[:2048], x, x[:4096],
+            x if layout == "nn" else None, x, table=words, words=words, rank=0, bands=4,
+            limit_ns=1, spare_sms=8, layout=layout, tile=hopper_config.TILE,
+        )  # fmt: skip
+        found[f"gathered bfloat16 {layout} 128x256"] = codes_of(call)[0]
     return found
 
 

@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 from compile_source import call_of, codes_of, codes_of_plan, memory, write_ptx
 
+from flux_megatron.kernels.portable.gathered_gemm import gathered_gemm
 from flux_megatron.kernels.portable.signalled_gemm import signalled_gemm
 from flux_megatron.kernels.portable.wait_sources import wait_sources
 from flux_megatron.kernels.rank_barrier import rank_barrier
@@ -67,8 +68,14 @@ def _of_tile(tile: Tile, dtype: str, layout: str) -> Iterator[Code]:
         problem = replace(problem, dtype=dtype, layout=layout)
         # with a bias in one layout only: it does not touch the order of anything
         yield from codes_of_plan(problem, Plan("fused", tile=tile), biased=layout == "nn")
-    if dtype == "bfloat16" and layout == "nt":  # else it differs from gemm_rs in nothing
+    if dtype == "bfloat16" and layout == "nt":  # else they differ from the two in nothing
         x, words = memory(8192, 1024, dtype=torch.bfloat16), memory(1)
+        yield from codes_of(
+            partial(
+                gathered_gemm, x[:2048], x, x[:4096], None, x, table=words, words=words, rank=0,
+                bands=4, limit_ns=1, spare_sms=8, layout=layout, tile=tile,
+            )
+        )  # fmt: skip
         yield from codes_of(
             partial(
                 signalled_gemm, x, x[:4096], x, table=words, tiles=1024, shards=WORLD_SIZE,

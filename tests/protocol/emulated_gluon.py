@@ -60,7 +60,8 @@ class Gluon:
             "static_assert": nothing,
             "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
             "sum": lambda tensor, axis: tensor.sum(axis).item(),
-            "max": _largest, "maximum": max,
+            "max": _largest, "maximum": max, "where": torch.where,
+            "min": lambda tensor, axis: tensor.amin(axis).item(),
             "zeros": lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
             "arange": lambda first, last, layout: torch.arange(first, last),
             "multiple_of": lambda value, number: value,
@@ -85,6 +86,7 @@ class Gluon:
             "warpgroup_mma_wait": self._mma_wait, "mma_layout": nothing,
             "time_ns": lambda: 0,
             "wait_acquire_sys": self._wait_acquire, "wait_acquire_gpu": self._wait_acquire,
+            "arrives_acquire_sys": self._arrives,
             "complete_tma_stores": self._complete_stores, "cast": self.cast,
             "begin_claim": lambda word: self.atomic_xchg(word, 1, "relaxed", "gpu"),
             "begin_draw": lambda counter: self.atomic_add(counter, 1, "relaxed", "gpu"),
@@ -192,6 +194,11 @@ class Gluon:
             lambda: reached(cell.value, epoch),
             f"{told(slot)}, epoch {epoch} (slot holds {cell.value})",
         )
+
+    def _arrives(self, flag: Pointer, late: Pointer, limit_ns: int) -> bool:
+        cell = ctypes.c_int32.from_address(flag.address)
+        self._touch()
+        return self._scheduler.patient(lambda: cell.value != 0, "the flag of a band")
 
     def _init(self, barrier: Barrier, count: int) -> None:
         barrier.count = barrier.missing = count

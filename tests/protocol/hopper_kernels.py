@@ -24,12 +24,13 @@ MODULES = (
     "hopper_routes", "hopper_rows", "hopper_handed_tiles",
     "hopper_gathered_rows", "hopper_gathered_sums", "hopper_exchanged_tiles",
     "hopper_stored_tiles", "hopper_ag_gemm",
-    "hopper_gemm_rs", "hopper_signalled_gemm",
+    "hopper_gemm_rs", "hopper_signalled_gemm", "hopper_gathered_gemm",
     "hopper_a2a_gemm", "hopper_gemm_a2a",
 )  # fmt: skip
 KERNELS = {
     "hopper_ag_gemm": "hopper_ag_gemm_kernel", "hopper_gemm_rs": "hopper_gemm_rs_kernel",
     "hopper_signalled_gemm": "hopper_signalled_gemm_kernel",
+    "hopper_gathered_gemm": "hopper_gathered_gemm_kernel",
     "hopper_a2a_gemm": "hopper_a2a_gemm_kernel", "hopper_gemm_a2a": "hopper_gemm_a2a_kernel",
 }  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 | partition | warps | asked |
 | --- | --- | --- |
-| producer (AG) | 1 | loads of gathered rows come after their signal; waits are bounded |
+| producer (AG, `gathered`) | 1 | loads of gathered rows come after their signal; waits end |
 | store (RS) | 1 | that for the slots; tiles are in memory before they are counted or signalled |
 | store (`signalled`, gemm_a2a) | 1 | tiles are in memory before they are counted or signalled |
 | rows (a2a_gemm) | 2 | rows are stored before they are counted; copies come after their signal |
@@ -212,6 +212,7 @@ CHECKS = {
     "gemm_ar": [check_awaited, check_sent, check_partials, check_only_signals_spin],
     "gemm_exchange": [check_sent, check_counted, check_partials, check_only_signals_spin],
     "signalled": [check_sent, check_awaits_nobody],
+    "gathered": [check_awaited, check_only_signals_spin],
     "a2a_gemm": [check_awaited, check_pushed],
     "gemm_a2a": [check_sent, check_counted, check_awaits_nobody],
     "sm": [check_counted],

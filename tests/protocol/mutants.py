@@ -105,6 +105,14 @@ CASES = {
     "hopper backward by SM": Case(
         "backward", "hopper", rows=(32, 32, 32), layout="nn", transport="sm"
     ),
+    "signalled ag": Case("ag", "signalled", group_rows=(5, 4), comm_sms=4, bias=True),
+    "signalled ag, 3 ranks": Case("ag", "signalled", 3, rows=(9, 9, 9), group_rows=(4,)),
+    "hopper signalled ag": Case(
+        "ag", "signalled", rows=(32, 48, 16), N=40, group_rows=(16,), comm_sms=2, gluon=True
+    ),
+    "hopper signalled ag, 3 ranks": Case(
+        "ag", "signalled", 3, rows=(48, 32), N=24, group_rows=(16, 16), bias=True, gluon=True
+    ),
     "signalled rs": Case("rs", "signalled", group_rows=(5,)),
     "signalled rs, 3 ranks": Case("rs", "signalled", 3, rows=(9, 9, 9), N=16, group_rows=(4,)),
     "signalled rs on two streams": Case("rs", "signalled", rows=(9,) * 5, two_streams=True),

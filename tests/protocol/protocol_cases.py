@@ -56,6 +56,7 @@ class Case(VirtualCase):
     parts: int = 0  # of K
     # of `signalled`
     group_rows: tuple[int, ...] = ()
+    comm_sms: int = 0
     gluon: bool = False  # by its Hopper kernel
 
     def run(self, package: PackageCopy, schedule: Schedule) -> Scheduler:
@@ -136,7 +137,8 @@ class Host(VirtualHost):
         plan = {
             "strategy": case.strategy, "comm_rows": case.comm_rows, "tile": tile,
             "transport": case.transport, "two_phase": case.two_phase,
-            "group_rows": case.group_rows, "gemms": case.parts, "k_parts": case.parts,
+            "group_rows": case.group_rows, "comm_sms": case.comm_sms,
+            "gemms": case.parts, "k_parts": case.parts,
         }  # fmt: skip
         self.plan = package.problem.Plan(**package.problem.own_fields(plan))
         self.bias = operands.bias[rank] if operands.bias is not None else None

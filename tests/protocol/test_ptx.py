@@ -54,7 +54,7 @@ def test_an_entry_follows_the_reset(compiled):
         ptx.require(reset, RELEASE, BARRIER, "only one thread's slots are reset before the entry")
 
 
-@pytest.mark.parametrize("kernel", ["ag_gemm", "reduce_received"])
+@pytest.mark.parametrize("kernel", ["ag_gemm", "gathered_gemm", "reduce_received"])
 def test_loads_follow_the_signal(compiled, kernel):
     for name, result in named(compiled, kernel).items():
         ptx = parsed(result["ptx"])
@@ -62,7 +62,9 @@ def test_loads_follow_the_signal(compiled, kernel):
         check_acquire(ptx)
 
 
-@pytest.mark.parametrize("kernel", ["ag_gemm", "reduce_received", "wait_sources", "rank_barrier"])
+@pytest.mark.parametrize(
+    "kernel", ["ag_gemm", "gathered_gemm", "reduce_received", "wait_sources", "rank_barrier"]
+)
 def test_waits_are_bounded(compiled, kernel):
     for result in named(compiled, kernel).values():
         check_bounded(parsed(result["ptx"]))
@@ -105,6 +107,10 @@ def test_full_precision_means_no_tf32(compiled, architecture, kernel):
         ("ag_gemm", check_acquire, r"fence\.proxy\.async;", "not fenced"),
         ("ag_gemm", check_bounded, r"mov\.u64 %rd\d+, %globaltimer", "without a clock"),
         ("ag_gemm", check_gives_up, r"ld\.global\.sys\.relaxed", "never gives up"),
+        ("gathered_gemm", check_acquire, BARRIER, "no CTA barrier"),
+        ("gathered_gemm", check_acquire, r"fence\.proxy\.async;", "not fenced"),
+        ("gathered_gemm", check_bounded, r"mov\.u64 %rd\d+, %globaltimer", "without a clock"),
+        ("gathered_gemm", check_gives_up, r"ld\.global\.sys\.relaxed", "never gives up"),
     ],
 )
 def test_each_instruction_is_needed(compiled, kernel, check, removed, reason):

@@ -25,12 +25,14 @@ CHECKS = {
     "ag_gemm": [check_waits],
     "gemm_rs": [check_release, check_count],
     "signalled_gemm": [check_release],
+    "gathered_gemm": [check_waits],
     "reduce_received": [check_waits],
     "wait_sources": [check_bounded, check_gives_up],
     "rank_barrier": [check_bounded, check_gives_up],
 }
 HOPPER = {
-    "ag_gemm", "gemm_rs", "gemm_ar", "gemm_exchange", "signalled", "a2a_gemm", "gemm_a2a",
+    "ag_gemm", "gemm_rs", "gemm_ar", "gemm_exchange", "signalled", "gathered", "a2a_gemm",
+    "gemm_a2a",
 }  # fmt: skip
 
 

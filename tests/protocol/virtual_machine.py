@@ -28,7 +28,7 @@ from hopper_kernels import HopperKernels
 from imported_anew import Changed, dependents, imported_anew, module_name
 from memory_checker import Region, extent
 from torch import Tensor
-from virtual_collectives import VirtualCollectives
+from virtual_collectives import Take, VirtualCollectives
 from virtual_ranks import STREAMS, Graph, Schedule, Scheduler
 
 import flux_megatron
@@ -43,14 +43,15 @@ _MODULES = (
     *(f"kernels.hopper.{name}" for name in (
         "signals", "tile_order", "split_k", "scheduler", "ring", "roles", "epilogue",
         "stored_tiles", "gathered_rows", "gathered_sums", "exchanged_tiles", "ag_gemm", "gemm_rs",
-        "gemm_exchange", "split_tiles", "config", "gemm", "signalled_gemm", "handed_tiles",
+        "gemm_exchange", "split_tiles", "config", "gemm", "signalled_gemm",
+        "gathered_gemm", "handed_tiles",
     )),
     "kernels.experts.a2a_gemm", "kernels.experts.weights", "kernels.experts.hopper_routes",
     "kernels.experts.hopper_rows", "kernels.experts.hopper_a2a_gemm",
     "kernels.experts.hopper_gemm_a2a", "kernels.experts.token_call",
     "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
-    "overlap.low_latency", "overlap.stage", "overlap.signalled", "overlap.calls",
-    "overlap.library_gemm",
+    "overlap.low_latency", "overlap.collectives", "overlap.stage", "overlap.gathered_bands",
+    "overlap.signalled", "overlap.calls", "overlap.library_gemm",
     "embedding.bags", "embedding.fused_bags", "expert_parallel.once_calls",
 )  # fmt: skip
 
@@ -105,9 +106,15 @@ def mutated(mutation: Mutation, folder: Path) -> Iterator[PackageCopy]:
 
 
 class _Work:
-    """A collective in the current stream."""
+    """A collective in the copy stream, and all that was enqueued there before."""
 
-    def wait(self) -> None: ...
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler, self._over = scheduler, scheduler.over("copy")
+
+    def wait(self) -> None:
+        current = self._scheduler.current_stream
+        if current != "copy":
+            self._scheduler.hold(current, self._over, "a collective")
 
 
 class _Group:
@@ -132,8 +139,17 @@ class _Group:
             assert len(shapes) == 1, f"ranks bring {shapes} to one collective"
             return partial(target.copy_, sum(brought)[mine])
 
-        self._collectives.enqueue(name, source, take)
-        return _Work()
+        return self._enqueued(name, source, take)
+
+    def _allgather_base(self, block: Tensor, x: Tensor) -> _Work:
+        def take(brought: list[Tensor]) -> Callable[[], Tensor]:
+            return partial(block.copy_, torch.cat(brought))
+
+        return self._enqueued("all-gather", x, take)
+
+    def _enqueued(self, name: str, brings: Tensor, take: Take) -> _Work:
+        self._collectives.enqueue(name, brings, take)
+        return _Work(self._collectives.scheduler())
 
     def rank(self) -> int:
         return self._rank
@@ -204,6 +220,28 @@ def _copy_stream(package: PackageCopy, machine: Machine):
     return CopyStream()
 
 
+class _FlagStream:
+    """Of whichever rank runs."""
+
+    def __init__(self, package: PackageCopy, machine: Machine) -> None:
+        self._machine, self._engine = machine, package.cpu_backend.CpuCopyEngine()
+
+    def join(self) -> None:
+        self._machine.scheduler.order(self._machine.scheduler.current_stream, "flags")
+
+    def write(self, address: int, word: int) -> None:
+        write = partial(self._engine.write, address, word)
+        self._machine.scheduler.enqueue("flags", "flag", write)
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        scheduler = self._machine.scheduler
+        callers = scheduler.current_stream
+        scheduler.use_stream("flags")
+        yield
+        scheduler.use_stream(callers)
+
+
 class Machine:
     """`world_size` virtual ranks with a workspace each; `run` schedules one host a rank."""
 
@@ -266,10 +304,17 @@ class Machine:
             # the scheduler sees what hosts enqueue by a mode of its own
             mock.patch.multiple(p.lasting, _disable_current_modes=nullcontext),
             mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),
-            mock.patch.multiple(p.stage, communication_stream=self._communication_stream),
+            mock.patch.multiple(
+                p.stage,
+                communication_stream=self._communication_stream,
+                flag_stream=lambda device: _FlagStream(p, self),
+            ),
+            mock.patch.multiple(p.collectives, wait=lambda work, space: work.wait()),
             # functions of torch's that make tensors on the way
             mock.patch.multiple(p.library_gemm, _of_call=self._enqueued(p.library_gemm._of_call)),
-            mock.patch.multiple(p.primitives, host_wait=self._host_wait),
+            mock.patch.multiple(
+                p.primitives, host_wait=self._host_wait, host_arrives=self._host_arrives
+            ),
             mock.patch.multiple(p.a2a_gemm, PUSHERS=1),  # the other CTAs help
             mock.patch.multiple(p.word_primitives, host_wait_words=self._host_wait_words),
             mock.patch.multiple(p.ag_gemv, PIECE=16),  # so that few rows are several pieces
@@ -278,6 +323,7 @@ class Machine:
             # so that small tiles are stored in slices, of which those of 16 x 32 have two of four
             mock.patch.multiple(p.hopper_config, SLICE_COLUMNS=8, SHARED_BYTES=6200),
             mock.patch.multiple(p.hopper_ag_gemm, SLICE_COLUMNS=8),
+            mock.patch.multiple(p.hopper_gathered_gemm, SLICE_COLUMNS=8),
             # so that small problems have tiles to split
             mock.patch.multiple(
                 p.hopper_split_tiles, K_TILES_MIN=2, PART_K_TILES=0, LOW_PART_K_TILES=0
@@ -347,6 +393,12 @@ class Machine:
             lambda: self.package.signals.reached(cell.value, epoch),
             f"{awaited}, epoch {epoch} (slot holds {cell.value})",
         )
+
+    def _host_arrives(self, address: int) -> bool:
+        checker = self.scheduler.running.checker
+        checker.check_addresses("wait", np.array([address], dtype=np.uint64), 4)
+        cell = ctypes.c_int32.from_address(address)
+        return self.scheduler.patient(lambda: cell.value != 0, "the flag of a band")
 
     def _host_wait_words(
         self, addresses: list[int], source: int, epoch: int, deadline: int, record: object

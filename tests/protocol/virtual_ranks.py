@@ -4,9 +4,9 @@ Each host, CTA, push and signal is a strand: a thread, of which only one runs at
 CTA may have further strands, for warps that work apart. A rank is modelled on a GPU. Its host runs
 ahead and only enqueues; `compute` runs kernels and torch's in-place operations in order, `copy`
 runs pushes and signals in order, and events order the two. `second` is another stream like
-`compute`, for callers that change theirs. Of a kernel's CTAs at most `resident` are there at a
-time, and another one starts when one of them has ended: in the order of their ids or, with
-`any_order`, in one that the seed decides.
+`compute`, for callers that change theirs, and `flags` one for flags of what collectives bring. Of a
+kernel's CTAs at most `resident` are there at a time, and another one starts when one of them has
+ended: in the order of their ids or, with `any_order`, in one that the seed decides.
 
 The schedule decides who runs next whenever a strand waits, ends, or, with `preempt`, is about to
 touch memory. The seed decides it all, so that a failure can be run again. What cannot be seen here:
@@ -61,7 +61,7 @@ STANDARD = (
 )
 
 
-STREAMS = ("compute", "second", "copy")
+STREAMS = ("compute", "second", "copy", "flags")
 
 
 class Stream:
@@ -288,6 +288,19 @@ class Scheduler:
             ]
 
         self._put(later, event)
+
+    def over(self, stream: str) -> Callable[[], bool]:
+        """Whether what the calling rank's stream holds now is done. Of no graph."""
+        assert not self.capturing
+        before = self._streams[self.rank][stream]
+        position = before.enqueued
+        return lambda: before.finished >= position
+
+    def patient(self, ready: Callable[[], bool], why: str) -> bool:
+        """Wait, or give up at once, as the seed decides; whether it is ready."""
+        if self._random.random() < 0.7:
+            self.wait(ready, why)
+        return ready()
 
     def hold(self, stream: str, ready: Callable[[], bool], why: str) -> None:
         """What is enqueued on `stream` from now on runs when `ready`."""
