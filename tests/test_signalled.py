@@ -140,6 +140,20 @@ def test_the_hopper_kernel_makes_bands_of_whole_tiles(monkeypatch):
     hopper_gemm.refuses_bands.cache_clear()
 
 
+def test_the_hopper_kernel_goes_on_to_bands_of_a_tile_or_more(monkeypatch):
+    monkeypatch.setattr(hopper_gemm, "_refused", lambda *given: None)
+    tile = replace(hopper_config.TILE, group_m=16)
+
+    def refused(rows: int, *group_rows: int) -> str | None:
+        made = bands(rows, 256, 2, group_rows, tile)
+        return hopper_gemm.refuses_gathered("cuda", torch.bfloat16, 64, 256, made, tile)
+
+    assert refused(512, 128, 256) is refused(400, 128) is refused(128) is None
+    for rows, *group_rows in ((127,), (300, 100, 100), (256, 129)):
+        assert "is lower than a tile of 128" in refused(rows, *group_rows)
+    hopper_gemm.refuses_gathered.cache_clear()
+
+
 def test_default_plans_have_bands_of_whole_tiles():
     for M in (2, 300, 8192):
         for pattern in Pattern:

@@ -72,10 +72,12 @@ def ag_gemm(p: CallProgram) -> Slot:
 
 
 def _kernel_of(p: CallProgram, of_bands: tuple[Band, ...]) -> Any:
-    """The Hopper kernel, unless `hopper.gemm.refuses_bands` says why not, else the portable one."""
+    """The Hopper kernel, unless `hopper.gemm.refuses_gathered` says why not, else the portable
+    one.
+    """
     x = p.x
-    given = x.device.type, x.dtype, x.shape[1], p.N, p.world_size, of_bands, p.plan.tile
-    if hopper_gemm.refuses_bands(*given):
+    given = x.device.type, x.dtype, x.shape[1], p.N, of_bands, p.plan.tile
+    if hopper_gemm.refuses_gathered(*given):
         return portable.gathered_gemm
     from flux_megatron.kernels.hopper import gathered_gemm
 

@@ -108,7 +108,7 @@ CASES = {
     "signalled ag": Case("ag", "signalled", group_rows=(5, 4), comm_sms=4, bias=True),
     "signalled ag, 3 ranks": Case("ag", "signalled", 3, rows=(9, 9, 9), group_rows=(4,)),
     "hopper signalled ag": Case(
-        "ag", "signalled", rows=(32, 48, 16), N=40, group_rows=(16,), comm_sms=2, gluon=True
+        "ag", "signalled", rows=(37, 48, 33), N=40, group_rows=(16,), comm_sms=2, gluon=True
     ),
     "hopper signalled ag, 3 ranks": Case(
         "ag", "signalled", 3, rows=(48, 32), N=24, group_rows=(16, 16), bias=True, gluon=True

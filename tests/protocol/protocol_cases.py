@@ -62,7 +62,8 @@ class Case(VirtualCase):
     def run(self, package: PackageCopy, schedule: Schedule) -> Scheduler:
         machine = Machine(package, self.world_size, self.ctas, last_epoch=self.last_epoch)
         refuses = mock.Mock(return_value=None if self.gluon else "not asked for")
-        with mock.patch.object(package.hopper_gemm, "refuses_bands", refuses):
+        refused = {"refuses_bands": refuses, "refuses_gathered": refuses}
+        with mock.patch.multiple(package.hopper_gemm, **refused):
             return run_hosts(Host, self, Operands(self), machine, schedule)
 
     @property

@@ -115,10 +115,12 @@ class GatheredBands:
 
     @gluon.jit
     def locate(self, place, band, grid):
-        """The first row of a tile in x or in the blocks, and in y, and its column."""
+        """The first row of a tile in x or in the blocks, and in y, and its column. The last tiles
+        of a ragged band end with it: they make some rows of those before again, to the same bits.
+        """
         sizes = self.sizes
         m, n = tile_in_groups(place, grid.rows, grid.columns, grid.GROUP_M)
-        row = m * sizes.BLOCK_M
+        row = min(m * sizes.BLOCK_M, sizes.M_shard - sizes.BLOCK_M)
         y_row = sizes.rank * sizes.M_shard + row
         if band > 0:
             first = uniform(gl.load(self.table + (GROUPS - 1) + band))
@@ -128,7 +130,7 @@ class GatheredBands:
                 place, tiles_m * (sizes.WORLD_SIZE - 1), grid.columns, grid.GROUP_M
             )
             source = (sizes.rank + 1 + m // tiles_m) % sizes.WORLD_SIZE
-            row = m % tiles_m * sizes.BLOCK_M
+            row = min(m % tiles_m * sizes.BLOCK_M, rows - sizes.BLOCK_M)
             y_row = source * sizes.M_shard + first + row
             row += sizes.WORLD_SIZE * first + source * rows
         return uniform(row), uniform(y_row), uniform(n * sizes.BLOCK_N)
@@ -208,9 +210,7 @@ def gathered_gemm(
     x: Memory, blocks: Memory, w: Memory, bias: Memory | None, y: Memory, *, table: Tensor | Memory,
     words: Memory, rank: int, bands: int, limit_ns: int, spare_sms: int, layout: str, tile: Tile,
 ) -> None:  # fmt: skip
-    """As the portable one, for what `hopper.gemm.refuses_bands` does not refuse: a tile that is not
-    whole would overwrite rows of the next band.
-    """
+    """As the portable one, for what `hopper.gemm.refuses_gathered` does not refuse."""
     (M_shard, K), N = x.shape, w.shape[0] if layout == "nt" else w.shape[1]
     shards = cdiv(blocks.shape[0], M_shard)
     tiles = shards * tiles_of_shard(M_shard, N, tile)

@@ -88,14 +88,33 @@ def refuses_bands(
     """Why `hopper.signalled_gemm` cannot make these bands, which the portable kernel then makes, or
     None. It depends on nothing that differs between ranks.
     """
-    if reason := _refused(device, str(dtype).removeprefix("torch."), K, N):
+    if reason := _refuses_tile(device, dtype, K, N, tile):
         return reason
-    if replace(tile, group_m=TILE.group_m) != TILE:
-        return f"tile {tile} given, {TILE} with any group_m expected"
     # the last rows of all may be clipped, as TMA does at the end of a matrix
     for band in bands[:-1] if shards == 1 else bands:
         if band.rows % TILE.block_m:
             return f"a band of {band.rows} rows is not a multiple of {TILE.block_m} rows"
+    return None
+
+
+@lru_cache(maxsize=1024)
+def refuses_gathered(
+    device: str, dtype: torch.dtype, K: int, N: int, bands: tuple[Band, ...], tile: Tile
+) -> str | None:
+    """The same of `hopper.gathered_gemm`."""
+    if reason := _refuses_tile(device, dtype, K, N, tile):
+        return reason
+    fewest = min(band.rows for band in bands)
+    if fewest < TILE.block_m:
+        return f"a band of {fewest} rows is lower than a tile of {TILE.block_m}"
+    return None
+
+
+def _refuses_tile(device: str, dtype: torch.dtype, K: int, N: int, tile: Tile) -> str | None:
+    if reason := _refused(device, str(dtype).removeprefix("torch."), K, N):
+        return reason
+    if replace(tile, group_m=TILE.group_m) != TILE:
+        return f"tile {tile} given, {TILE} with any group_m expected"
     return None
 
 
