@@ -32,7 +32,7 @@ def shares_of(problem: Problem) -> list[tuple[Sequence[int], int]]:
     """
     if not problem.spec.gathers:
         return [(EDGES, 3), (SIXTEEN, 3), (GROUPS, 3), (TWO, 2)]
-    return [(EIGHT, 3), (GROUPS, 1), (TAPERED, 2), (TWO, 2)]
+    return [(TAPERED, 2), (GROUPS, 1), (TAPERED, 3), (GROUPS, 2)]
 
 
 def rows_of(problem: Problem) -> int:
