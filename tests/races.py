@@ -38,7 +38,7 @@ def agreed(value: Any) -> Any:
 
 class FakeRace:
     """Times by strategy; runs nothing. `turns` are the strategies of each race, `rounds` how often
-    they would have run, `beside` says which were beside others, `by_host` the strategies whose
+    they would have run, `beside` says which were beside others, `with_host` in which the
     host's work counted; on its own clock, for who puts it in the place of `time`, a race takes
     `takes_s`.
     """
@@ -47,7 +47,7 @@ class FakeRace:
         self.turns: list[list[str]] = []
         self.rounds: list[int] = []
         self.beside: list[bool] = []
-        self.by_host: list[str] = []
+        self.with_host: list[bool] = []
         self._time_us, self._takes_s = time_us, takes_s
 
     def monotonic(self) -> float:
@@ -55,12 +55,12 @@ class FakeRace:
 
     def __call__(
         self, candidates, *, group, device, rounds, warmup=3, beside=False, gap_s=0.0,
-        by_host=(),
+        with_host=False,
     ) -> Race:  # fmt: skip
         names = [n if n in ("", tuner.AGAIN) else Plan.loads(n).strategy for n in candidates]
         self.turns.append(names)
         self.rounds.append(rounds)
         self.beside.append(beside)
-        self.by_host += [Plan.loads(text).strategy for text in by_host]
+        self.with_host.append(with_host)
         times = zip(candidates, names, strict=True)
         return Race({text: [self._time_us(name)] * rounds for text, name in times}, {})

@@ -121,8 +121,11 @@ def test_a_problem_beside_others_is_verified_alone_and_raced_beside(rank):
 @on_device_ranks(2)
 def test_the_hosts_work_for_bands_counts(rank):
     tuner.race = FakeRace(lambda name: 1.0)
-    measured(some_problem("ag_gemm"), defaults(some_problem("ag_gemm"), "sequential", "signalled"))
-    assert tuner.race.by_host == ["signalled"]
+    for strategy, counts in (("signalled", True), ("pipelined", False)):
+        tuner.race.with_host.clear()
+        problem = some_problem("ag_gemm")
+        measured(problem, defaults(problem, "sequential", strategy))
+        assert tuner.race.with_host[-1] is counts
 
 
 @on_device_ranks(2)

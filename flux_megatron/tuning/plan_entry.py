@@ -40,8 +40,8 @@ class AnyEntry:
     `FOLDER`, in that of a GPU, has its files; `FILE` is how they are called after the problem.
 
     `untried` counts plans for which a time limit left no time; there is none any more. `noise_us`
-    is how much `sequential` differs from itself between two calls of one round. Times of
-    `signalled` in `measured` are those that counted: at least `timing.HOST` times the host's.
+    is how much `sequential` differs from itself between two calls of one round. Where
+    `signalled` was in the race, times in `measured` are those of GPU and host together.
     """
 
     FOLDER: ClassVar[str] = ""

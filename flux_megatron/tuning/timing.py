@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,11 +28,6 @@ Candidate = Callable[[], object]
 # another host (Qwen3-30B-A3B, 2 x H200, 2026-11-29, h200x2/expert_layers.jsonl).
 HIDE_LAUNCH, HIDE_MOST = 3_000_000, 24_000_000
 AFTER_ALIGNMENT = 200_000  # 0.1 ms: the start event and the first launch
-# So many times the host's work of a call counts where it is asked for: the host has the rest of a
-# layer to enqueue too. With plans of up to 16 bands, the fastest on GPUs alone, a step took 199 ms,
-# stock's 139 (Qwen3-14B, 6 layers, M = 4096, TP 2 over host memory, 2 x H200, 2026-11-30,
-# h200x2/checks.jsonl).
-HOST = 2
 GAP_S = 0.002  # between two candidates of a tuner's race, for the clocks to recover
 
 
@@ -66,10 +61,10 @@ class FailedLater(RuntimeError):
 def race(
     candidates: Mapping[str, Candidate], *, group: ProcessGroup, device: torch.device,
     rounds: int = 12, warmup: int = 3, beside: bool = False, collective: str = "all_reduce",
-    gap_s: float = GAP_S, by_host: Collection[str] = (),
+    gap_s: float = GAP_S, with_host: bool = False,
 ) -> Race:  # fmt: skip
-    """Time the candidates in `rounds` rounds, each of which runs every candidate once. One of
-    `by_host` takes at least `HOST` times as long as its host.
+    """Time the candidates in `rounds` rounds, each of which runs every candidate once. Their
+    launches are hidden, so GPUs' time alone counts, or, `with_host`, the host's work is added.
 
     Collective: every rank of `group` brings the same names in the same order. A candidate that
     raises in its `warmup` calls on any rank is out on all of them; one that raises later ends the
@@ -91,7 +86,7 @@ def race(
     if beside:
         alone_us, _ = _slowest(running, group, device, 1, None, gap_s)
         load = Load(group, device, alone_us.max().item(), collective)
-    times_us, outlived = _slowest(running, group, device, rounds, load, gap_s, by_host)
+    times_us, outlived = _slowest(running, group, device, rounds, load, gap_s, with_host)
     workspace.check()
     return Race(
         dict(zip(running, times_us.t().tolist(), strict=True)),
@@ -102,7 +97,7 @@ def race(
 
 def _slowest(
     candidates: Mapping[str, Candidate], group: ProcessGroup, device: torch.device, rounds: int,
-    load: Load | None, gap_s: float, by_host: Collection[str] = (),
+    load: Load | None, gap_s: float, with_host: bool = False,
 ) -> Tensor:  # fmt: skip
     """Times in microseconds, and 1 where `load` ended first: [2, rounds, candidates], the largest
     over the ranks. A rank where a candidate fails takes its turns to the end, as the others do.
@@ -124,8 +119,7 @@ def _slowest(
     for _ in range(rounds):
         for name, call in candidates.items():
             time_us, outlived = timed(partial(attempt, name, call), group, device, load)
-            least_us = HOST * host_us if name in by_host else 0
-            turns.append((max(time_us, least_us), outlived))
+            turns.append((time_us + with_host * host_us, outlived))
     if first := [one[0] for one in objects.all_gather(failed[:1], group) if one]:
         turn, name, _ = min(first)
         said = (why for number, _, why in failed if number == turn)

@@ -46,7 +46,7 @@ class AnyTrial(Generic[E]):
     """
 
     entry: type[E]  # what becomes of it
-    by_host: tuple[str, ...] = ()  # strategies whose host's work counts in a race
+    by_host: tuple[str, ...] = ()  # strategies beside which the host's work counts in a race
     problem: Any
 
     def __init__(self, problem: Any, group: ProcessGroup, device: torch.device) -> None:
@@ -124,7 +124,11 @@ class Trial(AnyTrial[Entry]):
     """That of a linear layer."""
 
     entry = Entry
-    by_host = ("signalled",)  # which has many launches; that of experts waits for the GPU
+    # It has a collective a band, for which a GPU may wait: a step that its host holds up loses
+    # their work, and gains no time of the GPU. Chosen by GPUs alone, plans of up to 16 bands took a
+    # step of 139 ms to 199 (Qwen3-14B, 6 layers, M = 4096, TP 2 over host memory, 2 x H200,
+    # 2026-11-30, h200x2/checks.jsonl). That of experts waits for the GPU itself.
+    by_host = ("signalled",)
     problem: Problem
 
     def __init__(self, problem: Problem, group: ProcessGroup, device: torch.device) -> None:

@@ -112,9 +112,9 @@ def _final(
     """
     calls = {plan.dumps(): trial.call(plan) for plan in plans}
     calls[AGAIN] = trial.call(plans[0])
-    many = [plan.dumps() for plan in plans if plan.strategy in trial.by_host]
+    with_host = any(plan.strategy in trial.by_host for plan in plans)
     beside = trial.problem.beside
-    result = _race(trial, calls, rounds=rounds, beside=beside, gap_s=gap_s, by_host=many)
+    result = _race(trial, calls, rounds=rounds, beside=beside, gap_s=gap_s, with_host=with_host)
     if not result.failures:
         return result.times_us
     for name in {AGAIN, plans[0].dumps()} & result.failures.keys():
