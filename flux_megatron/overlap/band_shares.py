@@ -12,7 +12,7 @@ from flux_megatron.problem import Problem
 
 # Rows of bands, as shares of all. A reduction's first and last band are exposed. A gather's GEMM
 # begins with the local shard, so its last one alone is.
-TWO, GROUPS, EIGHT, SIXTEEN = (1,) * 2, (1,) * 4, (1,) * 8, (1,) * 16
+TWO, GROUPS, SIXTEEN = (1,) * 2, (1,) * 4, (1,) * 16
 EDGES = 1, 2, 4, 4, 4, 4, 4, 4, 2, 2, 1
 TAPERED = 4, 4, 4, 2, 1, 1
 # Communicators take turns at bands, each with so many SMs. A collective begins and ends beside
@@ -26,9 +26,10 @@ SMS_OF_ONE = 2
 def shares_of(problem: Problem) -> list[tuple[Sequence[int], int]]:
     """Of the candidates: bands, and how many communicators.
 
-    Two bands are for a host that is late: through host memory one of twenty calls in a row takes it
-    .3 to 1.0 ms in bands of a reduction, .8 to 2.8 in those of a gather (2 x H200, NCCL 2.28.9,
-    2026-11-30, h200x2/machines.jsonl). More than two ranks were not measured.
+    One communicator is for a gather shorter than its GEMM, three for a slower link; few bands are
+    for a host that is late: in four a gather through host memory takes it .3 to .5 ms, in six by
+    three communicators .4 to 1.1 (2 x H200, NCCL 2.28.9, 2026-11-30, h200x2/machines.jsonl). More
+    than two ranks were not measured.
     """
     if not problem.spec.gathers:
         return [(EDGES, 3), (SIXTEEN, 3), (GROUPS, 3), (TWO, 2)]

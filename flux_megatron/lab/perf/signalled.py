@@ -19,7 +19,8 @@ from flux_megatron.problem import Problem
 TILE_M, TILE_N = 128, 256
 # Fitted to the 96 calls of docs/results/h200x2/machines.jsonl of 2026-11-29 (2 x H200 that NCCL
 # joins through host memory, ab8e31bf and b3a3e96b), with their own times of GEMM and collective:
-# 5 % off in the root mean square, 13 % too short to 9 % too long.
+# 5 % off in the root mean square, 13 % too short to 9 % too long. Gathers had a GEMM a band then;
+# today's five (f9cb4548) are 8 % too short to 3 % too long.
 BESIDE = 1.2  # a GEMM beside collectives of several communicators, by its time alone
 TURNS = 0.95  # collectives of communicators that take turns, by the time of one collective
 EDGE_US = 156.0  # in which no bytes travel: bands begin and end in it, once where they take turns
@@ -54,8 +55,8 @@ def _of_plan(
         arrived = last_us
         for rows, us in zip(bands, travels, strict=True):
             arrived += us
-            multiply.now = max(multiply.now, arrived)
-            multiply.rows(rows)
+            multiply.idle_until(arrived)
+            multiply.rows((problem.world_size - 1) * rows)
         return multiply.now + behind
     if problem.spec.scatters and behind:
         multiply.busy_until = times_us
@@ -86,11 +87,16 @@ class _Gemm:
             problem.split_accumulator,
         )  # fmt: skip
         self.wave_us = whole / math.ceil(self._tiles(problem.M) / hardware.sms)
-        self.gathers, self.tiles, self.now, self.busy_until = problem.spec.gathers, 0, 0.0, 0.0
+        self.tiles, self.now, self.busy_until = 0, 0.0, 0.0
+
+    def idle_until(self, us: float) -> None:
+        """No tile begins before, where the clock is not there yet."""
+        if us > self.now:
+            self.now, self.tiles = us, 0
 
     def rows(self, rows: int) -> None:
-        """A launch of its own for those of a gather; a reduction's are all of one kernel."""
-        before = 0 if self.gathers else self.tiles
+        """Behind the tiles before, in one kernel."""
+        before = self.tiles
         self.tiles = before + self._tiles(rows)
         waves = math.ceil(self.tiles / self.sms) - math.ceil(before / self.sms)
         self.us(waves * self.wave_us)
