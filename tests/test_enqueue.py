@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -193,6 +194,25 @@ def test_without_a_compiler_python_makes_the_calls_and_says_so(driver, monkeypat
         enqueue.unavailable.cache_clear()
 
 
+def test_an_engines_stream_is_current_within_and_nothing_is_other_behind(driver, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *given, **options: OF_SECOND_GPU)
+    seen: list[object] = []
+    for name, function in {
+        "_cuda_getCurrentStream": lambda index: (5, index, 1),
+        "_cuda_setStream": lambda **given: seen.append(tuple(given.values())),
+    }.items():
+        monkeypatch.setattr(torch._C, name, function, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    own, before = (7, 1, 1), (5, 1, 1)
+    for device, behind in ((1, [before]), (0, [before, 0])):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
+        with engine().stream():
+            assert seen == [own]
+        assert seen == [own, *behind]
+        seen.clear()
+
+
+OF_SECOND_GPU = SimpleNamespace(cuda_stream=STREAM, stream_id=7, device_index=1, device_type=1)
 BROKEN = {
     "a batch lacks its last": ("(stream, count, given, 0)", "(stream, count - 1, given, 0)"),
     "a wait's address is the word": ("ess = value_of(first[i].a", "ess = value_of(first[i].b"),
