@@ -19,7 +19,14 @@ from flux_megatron.kernels.hopper import config as hopper_config
 from flux_megatron.kernels.hopper import gemm as hopper_gemm
 from flux_megatron.kernels.portable.signalled_gemm import bands, ends_of
 from flux_megatron.kernels.triton_launch import Launcher
-from flux_megatron.overlap import calls, collectives, registry, sequential, signalled
+from flux_megatron.overlap import (
+    calls,
+    collectives,
+    gathered_bands,
+    registry,
+    sequential,
+    signalled,
+)
 from flux_megatron.overlap import stage as stages
 from flux_megatron.patterns import ROW, Pattern
 from flux_megatron.problem import MAX_GROUPS, Plan, Problem, Tile
@@ -84,6 +91,12 @@ def test_gathered_rows_of_a_late_rank_in_order(rank):
         assert_exact(y, whole @ w.t())
         for tensor in (taken[0], y):
             tensor.fill_(torch.nan)  # what the next call may get for its buffers
+
+
+def test_patience_is_what_the_largest_band_takes_over_a_slow_link():
+    made = bands(2048, 512, 2, (512, 1024), SMALL)
+    ms = {ranks: gathered_bands.patience_ns(made, ranks, 2 * 8192) / 1e6 for ranks in (1, 2, 4)}
+    assert ms == pytest.approx({1: 0.15, 2: 3.51, 4: 10.22}, abs=0.01)
 
 
 @on_device_ranks(2)

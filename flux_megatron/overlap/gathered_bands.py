@@ -10,13 +10,13 @@ begin. Band g has the same rows of every shard, as one block [R, rows, K].
       in turns           gather 2 | gather 4 | ...
     stream of flags   [V] of band 1 | [V] of band 2 | ...
 
-The first kernel waits for a band up to PATIENCE_NS, then its CTAs leave, because an all-gather may
-wait for SMs that they hold. The second comes behind all bands, and mostly finds nothing left.
+The first kernel waits for a band up to `patience_ns`, then its CTAs leave, because an all-gather
+may wait for SMs that they hold. The second comes behind all bands, and mostly finds nothing left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
@@ -38,9 +38,8 @@ from flux_megatron.symm.steps import Slot
 if TYPE_CHECKING:
     from flux_megatron.overlap.calls import InFlight
 
-# Twice what a band of 2048 x 8192 takes over host memory. Where ranks' CTAs and kernels of other
-# groups wait in a circle for each other's SMs, a call loses so much and no more.
-PATIENCE_NS = 3_000_000
+# Of three communicators in turns over host memory each has 8 GB/s.
+SLOWEST_BYTES_PER_NS, LATENCY_NS = 5, 150_000
 
 
 def ag_gemm(p: CallProgram) -> Slot:
@@ -61,7 +60,7 @@ def ag_gemm(p: CallProgram) -> Slot:
                 tile=plan.tile,
             )  # fmt: skip
 
-    multiply(PATIENCE_NS)
+    multiply(patience_ns(of_bands, p.world_size, K * p.x.element_size()))
     p.host(partial(_gather, of_bands), p.x, blocks)
     multiply(0)
     if p.caller_steps:
@@ -69,6 +68,15 @@ def ag_gemm(p: CallProgram) -> Slot:
         p.host(partial(_order, of_bands), blocks, ordered)
         p.caller_step(ordered)
     return y
+
+
+def patience_ns(of_bands: Sequence[Band], world_size: int, row_bytes: int) -> int:
+    """How long CTAs wait for a band: as long as the largest may travel. So much a call loses at
+    most where CTAs of several ranks and kernels of other groups wait in a circle for each other's
+    SMs.
+    """
+    rows = (world_size - 1) * max(band.rows for band in of_bands)
+    return LATENCY_NS + rows * row_bytes // SLOWEST_BYTES_PER_NS
 
 
 def _kernel_of(p: CallProgram, of_bands: tuple[Band, ...]) -> Any:
