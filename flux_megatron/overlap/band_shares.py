@@ -42,8 +42,10 @@ def rows_of(problem: Problem) -> int:
 
 
 def group_rows_of(rows: int, block_m: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """Of all bands but the last: whole tiles, as long as there are some."""
-    tiles, total, found = math.ceil(rows / block_m), sum(shares), []
+    """Of all bands but the last: whole tiles, as long as there are some. The last has the rows that
+    make no tile beside its own, for a band of them alone is none for Hopper's kernel.
+    """
+    tiles, total, found = max(1, rows // block_m), sum(shares), []
     left = tiles
     for share in shares[:-1]:
         taken = math.ceil(tiles * share / total)
