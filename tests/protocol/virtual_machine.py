@@ -114,6 +114,7 @@ class _Work:
     def wait(self) -> None:
         current = self._scheduler.current_stream
         if current != "copy":
+            assert not self._scheduler.capturing
             self._scheduler.hold(current, self._over, "a collective")
 
 
@@ -217,6 +218,9 @@ def _copy_stream(package: PackageCopy, machine: Machine):
         def write(self, address: int, word: int) -> None:
             machine.scheduler.enqueue("copy", "signal", lambda: engine.write(address, word))
 
+        def stream(self) -> AbstractContextManager[None]:
+            return machine.scheduler.within("copy")
+
     return CopyStream()
 
 
@@ -233,13 +237,8 @@ class _FlagStream:
         write = partial(self._engine.write, address, word)
         self._machine.scheduler.enqueue("flags", "flag", write)
 
-    @contextmanager
-    def stream(self) -> Iterator[None]:
-        scheduler = self._machine.scheduler
-        callers = scheduler.current_stream
-        scheduler.use_stream("flags")
-        yield
-        scheduler.use_stream(callers)
+    def stream(self) -> AbstractContextManager[None]:
+        return self._machine.scheduler.within("flags")
 
 
 class Machine:

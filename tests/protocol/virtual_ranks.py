@@ -233,6 +233,14 @@ class Scheduler:
         """Where the calling host enqueues kernels and operations from now on."""
         self._current_streams[self.rank] = name
 
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """`use_stream` for a while."""
+        callers = self.current_stream
+        self.use_stream(name)
+        yield
+        self.use_stream(callers)
+
     @property
     def running(self) -> Strand:
         assert self._current is not None, "called outside of a run"
@@ -290,8 +298,7 @@ class Scheduler:
         self._put(later, event)
 
     def over(self, stream: str) -> Callable[[], bool]:
-        """Whether what the calling rank's stream holds now is done. Of no graph."""
-        assert not self.capturing
+        """Whether what the calling rank's stream holds now is done, in no graph."""
         before = self._streams[self.rank][stream]
         position = before.enqueued
         return lambda: before.finished >= position
