@@ -8,6 +8,7 @@
 | ag_gemm kernel | the kernel that gathers and multiplies |
 | gemm chunk | a library GEMM, on all rows or on some |
 | gemm_rs kernel | the kernel that multiplies and scatters |
+| signalled_gemm kernel, gathered_gemm kernel | the kernel whose bands collectives move, or bring |
 | scatter push | pushes of partial results to their owners, each with its signal [B] |
 | reduce | the sum of what all ranks have sent |
 | all-gather, reduce-scatter, all-reduce | the start of a collective |
