@@ -8,7 +8,7 @@
 | `wait_acquire_sys` | the signal, then all later loads of this CTA; a deadline bounds it |
 | `arrives_acquire_sys` | the flag of a stream, then all later loads of this CTA; it may give up |
 | `count_acq_rel_gpu` | joins the stores of several CTAs of one GPU before a single signal |
-| `refuse_release_sys` | the words of a refusal, then the flag that the host reads |
+| `refuse_release_sys` | the words of a refusal, then the mark that the host reads |
 | `count_release_sys` | all earlier stores of this CTA, then the count, for a stream's wait |
 | `count_relaxed_gpu` | none: a number that outlives the launch |
 | `complete_tma_stores` | TMA stores are in memory, and ordered before a later release |

@@ -15,7 +15,7 @@ from flux_megatron.symm.enqueue import Streams, always
 
 class _Current:
     """`torch.cuda.stream`, which takes the host 18 us, this 3 (a machine with an H200, 2026-11-30,
-    torch 2.11).
+    torch 2.11, h200/checks.jsonl).
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -45,12 +45,12 @@ class CudaCopyEngine(CopyEngine):
     It calls the driver: torch's functions cost the host several times as much.
     """
 
-    def __init__(self, device: torch.device, priority: int = -1) -> None:
+    def __init__(self, device: torch.device) -> None:
         from cuda.bindings import driver
 
         self._driver: Any = driver
         self.index = device.index
-        self._owner = torch.cuda.Stream(device, priority=priority)
+        self._owner = torch.cuda.Stream(device, priority=-1)
         self._stream = driver.CUstream(self._owner.cuda_stream)
         # torch makes the event: the driver would refuse a thread that has not used a GPU yet,
         # as the one of a backward whose first call this is

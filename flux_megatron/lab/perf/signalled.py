@@ -31,11 +31,10 @@ def predict_us(problem: Problem, hardware: Hardware, moved_bytes: int, behind: f
     stream, and in a column layer's backward x is gathered first.
     """
     rows = band_shares.rows_of(problem)
-    plans = [plan for plan in band_shares.shares_of(problem) if plan[1]]
-    bands = [band_shares.group_rows_of(rows, TILE_M, shares) for shares, _ in plans]
     return min(
         _of_plan(problem, [*first, rows - sum(first)], communicators, hardware, moved_bytes, behind)
-        for first, (_, communicators) in zip(bands, plans, strict=True)
+        for shares, communicators in band_shares.shares_of(problem)
+        for first in [band_shares.group_rows_of(rows, TILE_M, shares)]
     )
 
 
