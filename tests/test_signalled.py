@@ -93,10 +93,10 @@ def test_gathered_rows_of_a_late_rank_in_order(rank):
             tensor.fill_(torch.nan)  # what the next call may get for its buffers
 
 
-def test_patience_is_what_the_largest_band_takes_over_a_slow_link():
+def test_32_ctas_leave_in_what_the_largest_band_takes_over_a_slow_link():
     made = bands(2048, 512, 2, (512, 1024), SMALL)
-    ms = {ranks: gathered_bands.patience_ns(made, ranks, 2 * 8192) / 1e6 for ranks in (1, 2, 4)}
-    assert ms == pytest.approx({1: 0.15, 2: 3.51, 4: 10.22}, abs=0.01)
+    steps = {ranks: gathered_bands.step_us(made, ranks, 2 * 8192) for ranks in (1, 2, 4)}
+    assert steps == {1: 150 // 32, 2: 3505 // 32, 4: 10216 // 32}
 
 
 @on_device_ranks(2)

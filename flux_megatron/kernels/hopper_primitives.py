@@ -34,11 +34,11 @@ def wait_acquire_sys(pad, slot, epoch, deadline, status):
 
 
 @gluon.jit
-def arrives_acquire_sys(flag, late, limit_ns):
-    """Whether a stream has set `flag`, within `limit_ns`: TMA loads that follow see what it
-    announces.
+def arrives_acquire_sys(flag, waited, patience_us):
+    """Whether a stream has set `flag`, or does while CTAs wait for `patience_us`: TMA loads that
+    follow see what it announces.
     """
-    here = arrives_acquire(flag, late, limit_ns)
+    here = arrives_acquire(flag, waited, patience_us)
     _acquire_for_tma_loads()
     return here
 

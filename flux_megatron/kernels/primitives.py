@@ -42,7 +42,7 @@ _OVER = tl.constexpr(signals.STATUS_OVER)
 _LATE = tl.constexpr(signals.STATUS_LATE)
 _REFUSED = tl.constexpr(signals.STATUS_REFUSED)
 _LOOK_EVERY = tl.constexpr(signals.LOOK_EVERY)
-_LOOK_AT_LATE = tl.constexpr(32)
+_LOOK_AT_TIME = tl.constexpr(32)
 MAX_COMM_TILES = tl.constexpr(signals.MAX_COMM_TILES)
 
 
@@ -129,11 +129,11 @@ def _wait_acquire_sys_device(pad, slot, epoch, deadline, status):
 
 
 @triton.jit
-def arrives_acquire(flag, late, limit_ns):
-    """Whether a stream has set `flag`. If not, wait for it, but no longer than `limit_ns` and than
-    any other CTA does: `late` counts those whose time is over.
+def arrives_acquire(flag, waited, patience_us):
+    """Whether a stream has set `flag`. If not, wait for it until some CTA has waited for
+    `patience_us`. `waited` is the longest wait so far.
     """
-    deadline = _time_ns() + limit_ns
+    begin = _time_ns()
     seen = 0
     turns = 0
     going = True
@@ -141,9 +141,10 @@ def arrives_acquire(flag, late, limit_ns):
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
         going = seen == 0
         turns += 1
-        if (turns % _LOOK_AT_LATE == 0) & going:  # an atomic gives all warps the same answer
-            tl.atomic_add(late, (_time_ns() >= deadline).to(tl.int32), sem="relaxed", scope="sys")
-            going = tl.atomic_add(late, 0, sem="relaxed", scope="sys") == 0
+        if (turns % _LOOK_AT_TIME == 0) & going:  # an atomic gives all warps the same answer
+            us = ((_time_ns() - begin) // 1000).to(tl.int32)
+            tl.atomic_max(waited, us, sem="relaxed", scope="sys")
+            going = tl.atomic_add(waited, 0, sem="relaxed", scope="sys") < patience_us
     return seen != 0
 
 
@@ -255,7 +256,7 @@ def _wait_acquire_sys_host(pad, slot, epoch, deadline, status) -> None:
         record_first_host(pad, slot, epoch, late.args[0], status, signals.STATUS_LATE)
 
 
-def _arrives_acquire_sys_host(flag, late, limit_ns) -> bool:
+def _arrives_acquire_sys_host(flag, waited, patience_us) -> bool:
     return host_arrives(integer(flag))
 
 

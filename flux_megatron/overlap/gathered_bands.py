@@ -10,8 +10,9 @@ begin. Band g has the same rows of every shard, as one block [R, rows, K].
       in turns           gather 2 | gather 4 | ...
     stream of flags   [V] of band 1 | [V] of band 2 | ...
 
-The first kernel waits for a band up to `patience_ns`, then its CTAs leave, because an all-gather
-may wait for SMs that they hold. The second comes behind all bands, and mostly finds nothing left.
+While the first kernel waits for a band, its CTAs leave one after the other (`step_us`), because an
+all-gather may wait for SMs that they hold. The second comes behind all bands, and mostly finds
+nothing left.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ if TYPE_CHECKING:
     from flux_megatron.overlap.calls import InFlight
 
 # Of three communicators in turns over host memory each has 8 GB/s.
-SLOWEST_BYTES_PER_NS, LATENCY_NS = 5, 150_000
+SLOWEST_BYTES_PER_US, LATENCY_US = 5_000, 150
+# Kernels of other groups find SMs too: beside all-reduces 4096 x 17408 x 5120 in six bands by two
+# communicators takes 3266 us where CTAs wait for each other's SMs until all of them leave at once,
+# 1649 so (2 x H200 that NCCL 2.28.9 joins by host memory, 2026-11-30)
+SMS_OF_OTHERS = 2
 
 
 def ag_gemm(p: CallProgram) -> Slot:
@@ -52,15 +57,15 @@ def ag_gemm(p: CallProgram) -> Slot:
     p.follows = True
     p.host(partial(_begin, of_bands), p.x, blocks, table)
 
-    def multiply(limit_ns: int) -> None:
+    def multiply(step: int) -> None:
         with p.phase("gathered_gemm kernel"):
             _kernel_of(p, of_bands)(
                 p.x, blocks, p.w, p.bias, y, table=table, words=p.kept(stage.words), rank=p.rank,
-                bands=len(of_bands), limit_ns=limit_ns, spare_sms=plan.comm_sms, layout=p.layout,
-                tile=plan.tile,
+                bands=len(of_bands), step_us=step, spare_sms=plan.comm_sms + SMS_OF_OTHERS,
+                layout=p.layout, tile=plan.tile,
             )  # fmt: skip
 
-    multiply(patience_ns(of_bands, p.world_size, K * p.x.element_size()))
+    multiply(step_us(of_bands, p.world_size, K * p.x.element_size()))
     p.host(partial(_gather, of_bands), p.x, blocks)
     multiply(0)
     if p.caller_steps:
@@ -70,13 +75,12 @@ def ag_gemm(p: CallProgram) -> Slot:
     return y
 
 
-def patience_ns(of_bands: Sequence[Band], world_size: int, row_bytes: int) -> int:
-    """How long CTAs wait for a band: as long as the largest may travel. So much a call loses at
-    most where CTAs of several ranks and kernels of other groups wait in a circle for each other's
-    SMs.
+def step_us(of_bands: Sequence[Band], world_size: int, row_bytes: int) -> int:
+    """How long until the next CTA leaves, so that 32 have left when the largest band is as late as
+    it may be. A slow link takes few of them, and none is lost but to the end of the call.
     """
     rows = (world_size - 1) * max(band.rows for band in of_bands)
-    return LATENCY_NS + rows * row_bytes // SLOWEST_BYTES_PER_NS
+    return (LATENCY_US + rows * row_bytes // SLOWEST_BYTES_PER_US) // 32
 
 
 def _kernel_of(p: CallProgram, of_bands: tuple[Band, ...]) -> Any:

@@ -131,7 +131,7 @@ def gathered() -> dict[str, Code]:
         call = partial(
             hopper_gathered_gemm.gathered_gemm, x[:2048], x, x[:4096],
             x if layout == "nn" else None, x, table=words, words=words, rank=0, bands=4,
-            limit_ns=1, spare_sms=8, layout=layout, tile=hopper_config.TILE,
+            step_us=1, spare_sms=8, layout=layout, tile=hopper_config.TILE,
         )  # fmt: skip
         found[f"gathered bfloat16 {layout} 128x256"] = codes_of(call)[0]
     return found

@@ -73,7 +73,7 @@ def _of_tile(tile: Tile, dtype: str, layout: str) -> Iterator[Code]:
         yield from codes_of(
             partial(
                 gathered_gemm, x[:2048], x, x[:4096], None, x, table=words, words=words, rank=0,
-                bands=4, limit_ns=1, spare_sms=8, layout=layout, tile=tile,
+                bands=4, step_us=1, spare_sms=8, layout=layout, tile=tile,
             )
         )  # fmt: skip
         yield from codes_of(

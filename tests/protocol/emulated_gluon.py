@@ -195,7 +195,7 @@ class Gluon:
             f"{told(slot)}, epoch {epoch} (slot holds {cell.value})",
         )
 
-    def _arrives(self, flag: Pointer, late: Pointer, limit_ns: int) -> bool:
+    def _arrives(self, flag: Pointer, waited: Pointer, patience_us: int) -> bool:
         cell = ctypes.c_int32.from_address(flag.address)
         self._touch()
         return self._scheduler.patient(lambda: cell.value != 0, "the flag of a band")

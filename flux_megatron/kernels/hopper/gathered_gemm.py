@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -47,7 +46,7 @@ from flux_megatron.problem import MAX_GROUPS, Tile
 from flux_megatron.symm.program import Memory
 
 GROUPS, BANDS = gl.constexpr(MAX_GROUPS), gl.constexpr(portable.BANDS)
-FLAGS, LATE = gl.constexpr(portable.FLAGS), gl.constexpr(portable.LATE)
+FLAGS, WAITED = gl.constexpr(portable.FLAGS), gl.constexpr(portable.WAITED)
 NO_TILE = gl.constexpr((1 << 31) - 1)
 
 
@@ -69,7 +68,7 @@ class GatheredBands:
     table: Pointer
     words: Pointer
     bands: Number
-    limit_ns: Number
+    patience_us: Number
 
     @gluon.jit
     def begin(self, grid):
@@ -103,7 +102,7 @@ class GatheredBands:
                 here = band == 0
                 if band > 0:
                     flag = self.words + FLAGS + band
-                    here = arrives_acquire_sys(flag, self.words + LATE, self.limit_ns)
+                    here = arrives_acquire_sys(flag, self.words + WAITED, self.patience_us)
                 if here:  # wait [V]
                     place = end_draw(begin_draw(self.words + band))
                     tiles = gl.cdiv(self.rows_of(band), sizes.BLOCK_M) * grid.columns
@@ -162,10 +161,10 @@ def produce_bands(operands, ring, exchange):
 
 
 # no number compiles a kernel of its own
-@gluon.jit(do_not_specialize=["rank", "bands", "limit_ns", "M_shard", "N", "K"])
+@gluon.jit(do_not_specialize=["rank", "bands", "step_us", "M_shard", "N", "K"])
 def hopper_gathered_gemm_kernel(
-    x_desc, blocks_desc, w_desc, y_desc, bias, table, words, rank, bands, limit_ns: tl.int64,
-    M_shard, N, K, CONFIG: gl.constexpr,
+    x_desc, blocks_desc, w_desc, y_desc, bias, table, words, rank, bands, step_us, M_shard, N, K,
+    CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
@@ -176,12 +175,13 @@ def hopper_gathered_gemm_kernel(
     tiles = whole_tiles(NO_TILE, gl.num_programs(0))
     exchange = new_exchange(2)
     ring = new_ring(x_desc, w_desc, CONFIG.STAGES, CONFIG.LAYOUT_NN, 2, CONFIG.LEAD)
+    patience_us = step_us * gl.program_id(0)
     operands = GatheredBands(
-        x_desc, blocks_desc, w_desc, sizes, table, words, bands, limit_ns
+        x_desc, blocks_desc, w_desc, sizes, table, words, bands, patience_us
     )  # fmt: skip
     epilogue = StoredTiles(
         y_desc, new_slices(y_desc, Y_BUFFERS), Scales(words, words, False), bias, sizes,
-        Signals(words, words, 0, limit_ns), CONFIG.HAS_BIAS, NUM_WARPS,
+        Signals(words, words, 0, 0), CONFIG.HAS_BIAS, NUM_WARPS,
     )  # fmt: skip
     beside = epilogue.stored_through(new_slices(y_desc, Y_BUFFERS))
     fence_async_shared()  # TMA arrives at some of the barriers
@@ -208,7 +208,7 @@ def _compiled_for(shards: int, layout: str, tile: Tile, has_bias: bool) -> Gathe
 
 def gathered_gemm(
     x: Memory, blocks: Memory, w: Memory, bias: Memory | None, y: Memory, *, table: Tensor | Memory,
-    words: Memory, rank: int, bands: int, limit_ns: int, spare_sms: int, layout: str, tile: Tile,
+    words: Memory, rank: int, bands: int, step_us: int, spare_sms: int, layout: str, tile: Tile,
 ) -> None:  # fmt: skip
     """As the portable one, for what `hopper.gemm.refuses_gathered` does not refuse."""
     (M_shard, K), N = x.shape, w.shape[0] if layout == "nt" else w.shape[1]
@@ -225,6 +225,6 @@ def gathered_gemm(
             described(y, tile.block_m // 2, SLICE_COLUMNS),
             bias if bias is not None else x, table, words,
         ),
-        (rank, bands, limit_ns), (M_shard, N, K),
+        (rank, bands, step_us), (M_shard, N, K),
         CONFIG=_compiled_for(shards, layout, tile, bias is not None),
     )  # fmt: skip

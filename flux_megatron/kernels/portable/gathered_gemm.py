@@ -2,13 +2,14 @@
 then those of each band that has come. A stream flags a band when it is there [V].
 
 A CTA that finds the next band not there waits for it, but not for long: then it leaves, and what is
-left is for the next launch of the same call, behind all bands. So no wait can hold up what the
-all-gather itself waits for, such as SMs. A launch that goes on from band to band has one last wave;
-a GEMM for each band has one a band.
+left is for the next launch of the same call, behind all bands. They leave one after the other, for
+a band may be late because NCCL kernels of this group and of others wait for SMs in a circle: those
+soon have what they need, and the other CTAs go on. A launch that goes on from band to band has one
+last wave; a GEMM for each band has one a band.
 
 Band 0 is the local shard, band g > 0 has some rows of every shard, as one block [R, rows, K].
 `words` say how far a call is, int32 [WORDS], all 0 when it begins: how many tiles of each band are
-drawn, then the bands' flags, then how many CTAs have given up.
+drawn, then the bands' flags, then the longest wait of a CTA in us.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from flux_megatron.problem import MAX_GROUPS, Tile
 from flux_megatron.symm.program import Memory
 
 BANDS = 2 * MAX_GROUPS  # words of each kind: for all bands and the local shard
-FLAGS, LATE, WORDS = BANDS, 2 * BANDS, 3 * BANDS
+FLAGS, WAITED, WORDS = BANDS, 2 * BANDS, 3 * BANDS
 _GROUPS, _BANDS = tl.constexpr(MAX_GROUPS), tl.constexpr(BANDS)
-_FLAGS, _LATE = tl.constexpr(FLAGS), tl.constexpr(LATE)
+_FLAGS, _WAITED = tl.constexpr(FLAGS), tl.constexpr(WAITED)
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def first_band(
 
 @triton.jit
 def next_tile(
-    place, tiles, band, table, words, bands, limit_ns, M_shard, N, OTHERS: tl.constexpr,
+    place, tiles, band, table, words, bands, patience_us, M_shard, N, OTHERS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """The drawn place, if the band has so many `tiles`; else one of the next band that has tiles
@@ -72,7 +73,7 @@ def next_tile(
         if band <= bands:
             here = band == 0
             if band > 0:
-                here = arrives_acquire_sys(words + _FLAGS + band, words + _LATE, limit_ns)
+                here = arrives_acquire_sys(words + _FLAGS + band, words + _WAITED, patience_us)
                 if TMA:
                     acquire_for_tma_loads()
             if here:  # wait [V]
@@ -86,9 +87,9 @@ def next_tile(
 
 
 # numbers that change from call to call must not compile a kernel each
-@triton.jit(do_not_specialize=["rank", "bands", "limit_ns"])
+@triton.jit(do_not_specialize=["rank", "bands", "step_us"])
 def gathered_gemm_kernel(
-    x, blocks, w, bias, y, table, words, rank, bands, limit_ns: tl.int64, M_shard, N, K,
+    x, blocks, w, bias, y, table, words, rank, bands, step_us, M_shard, N, K,
     SHARDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, LAYOUT_NN: tl.constexpr, TMA: tl.constexpr,
     NUM_WARPS: tl.constexpr,
@@ -97,9 +98,10 @@ def gathered_gemm_kernel(
     right = w_operand(w, N, K, BLOCK_N, BLOCK_K, LAYOUT_NN, TMA)
     band = first_band(table, words, bands, M_shard, N, SHARDS - 1, BLOCK_M, BLOCK_N) - 1
     none = band * 0
+    patience_us = step_us * tl.program_id(0)
     place, tiles, band = next_tile(
-        none, none, band, table, words, bands, limit_ns, M_shard, N, SHARDS - 1, BLOCK_M, BLOCK_N,
-        TMA,
+        none, none, band, table, words, bands, patience_us, M_shard, N, SHARDS - 1, BLOCK_M,
+        BLOCK_N, TMA,
     )  # fmt: skip
     while band <= bands:
         ticket = begin_draw(words + band, NUM_WARPS)  # awaited when this tile is stored
@@ -126,18 +128,18 @@ def gathered_gemm_kernel(
         # not by TMA: every CTA would wait for its completion before the next tile
         store_tile(y + first_out * N, acc, row, col, rows, N, BLOCK_M, BLOCK_N, TMA=False)
         place, tiles, band = next_tile(
-            end_draw(ticket), tiles, band, table, words, bands, limit_ns, M_shard, N, SHARDS - 1,
+            end_draw(ticket), tiles, band, table, words, bands, patience_us, M_shard, N, SHARDS - 1,
             BLOCK_M, BLOCK_N, TMA,
         )  # fmt: skip
 
 
 def gathered_gemm(
     x: Memory, blocks: Memory, w: Memory, bias: Memory | None, y: Memory, *, table: Tensor | Memory,
-    words: Memory, rank: int, bands: int, limit_ns: int, spare_sms: int, layout: str, tile: Tile,
+    words: Memory, rank: int, bands: int, step_us: int, spare_sms: int, layout: str, tile: Tile,
 ) -> None:  # fmt: skip
     """x [M_shard, K] and blocks [R * M_shard, K] times w ([N, K] or [K, N]) + bias [N], into y
-    [R * M_shard, N]. `table` is that of the `bands` (`signalled_gemm.table_of`). A CTA waits for
-    one up to `limit_ns`. `spare_sms` SMs get no CTA: the all-gather runs there.
+    [R * M_shard, N]. `table` is that of the `bands` (`signalled_gemm.table_of`). While one is
+    awaited, a CTA leaves every `step_us`. `spare_sms` SMs get none: the all-gather runs there.
     """
     (M_shard, K), N = x.shape, w.shape[0] if layout == "nt" else w.shape[1]
     shards = cdiv(blocks.shape[0], M_shard)
@@ -146,6 +148,6 @@ def gathered_gemm(
     launch_kernel(
         gathered_gemm_kernel, launch.persistent_grid(x.device, tiles, spare_sms), tile,
         (x, blocks, w, bias if bias is not None else x, y, table, words),
-        (rank, bands, limit_ns), (M_shard, N, K),
+        (rank, bands, step_us), (M_shard, N, K),
         SHARDS=shards, HAS_BIAS=bias is not None, LAYOUT_NN=layout == "nn",
     )  # fmt: skip
