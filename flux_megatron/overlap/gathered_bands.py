@@ -41,9 +41,7 @@ if TYPE_CHECKING:
 
 # Of three communicators in turns over host memory each has 8 GB/s.
 SLOWEST_BYTES_PER_US, LATENCY_US = 5_000, 150
-# Kernels of other groups find SMs too: beside all-reduces 4096 x 17408 x 5120 in six bands by two
-# communicators takes 3266 us where CTAs wait for each other's SMs until all of them leave at once,
-# 1649 so (2 x H200 that NCCL 2.28.9 joins by host memory, 2026-11-30)
+# NCCL's kernels of other groups find SMs too (decision 0008)
 SMS_OF_OTHERS = 2
 
 
