@@ -21,6 +21,8 @@ TAPERED = 4, 4, 4, 2, 1, 1
 # two. Beside 4 SMs of collectives a GEMM takes a fifth longer, beside 2 less, but one collective
 # then takes a third longer (h200x2/machines.jsonl).
 SMS_OF_ONE = 2
+# That a gather's GEMM leaves to NCCL's kernels of other groups (decision 0008).
+SMS_OF_OTHERS = 2
 
 
 def shares_of(problem: Problem) -> list[tuple[Sequence[int], int]]:

@@ -30,6 +30,7 @@ from flux_megatron.kernels.hopper import gemm as hopper_gemm
 from flux_megatron.kernels.portable import gathered_gemm as portable
 from flux_megatron.kernels.portable.signalled_gemm import Band, bands
 from flux_megatron.overlap import collectives
+from flux_megatron.overlap.band_shares import SMS_OF_OTHERS
 from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.stage import communicators, stage_of
 from flux_megatron.symm.device import capturing
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 
 # Of three communicators in turns over host memory each has 8 GB/s.
 SLOWEST_BYTES_PER_US, LATENCY_US = 5_000, 150
-# NCCL's kernels of other groups find SMs too (decision 0008)
-SMS_OF_OTHERS = 2
 
 
 def ag_gemm(p: CallProgram) -> Slot:

@@ -20,7 +20,7 @@ from flux_megatron.problem import Problem
 
 ROWS = Path(__file__).parents[2] / "docs/results/h200x2/machines.jsonl"
 FITTED = ("ab8e31bf", "b3a3e96b")
-GATHERS = "f9cb4548"  # since which they are one kernel
+GATHERS = ("f9cb4548", "9ded3eb8")  # of one kernel; the latter leaves SMs to others
 NODE = replace(A100, gpu="H200", gpus_per_node=2, nodes=2)
 
 
@@ -52,7 +52,7 @@ def fastest():
     """By run and call, over host memory."""
     found = {}
     for row in map(json.loads, ROWS.read_text().splitlines()):
-        commits = (GATHERS,) if row.get("case", "").startswith("ag_gemm") else FITTED
+        commits = GATHERS if row.get("case", "").startswith("ag_gemm") else FITTED
         if row["table"] == "machines" and row["commit"] in commits and row["link"] == "host memory":
             known = found.setdefault((row["run"], row["case"]), row)
             if row["us"] < known["us"]:
@@ -67,8 +67,8 @@ def test_errors_are_those_of_the_rows():
         gpu = joined(rate_of(problem, row["collective_us"]))
         assert alone_us(problem, gpu) == pytest.approx(row["collective_us"], rel=1e-3)
         errors.append(linear.operator_us(problem, "auto", gpu) / row["us"] - 1)
-    assert len(errors) == 25
-    assert (round(min(errors), 2), round(max(errors), 2)) == (-0.08, 0.07)
+    assert len(errors) == 30
+    assert (round(min(errors), 2), round(max(errors), 2)) == (-0.06, 0.07)
 
 
 @pytest.mark.parametrize("case", ["ag_gemm:8192x8192x8192", "gemm_rs:8192x8192x8192"])

@@ -20,7 +20,7 @@ TILE_M, TILE_N = 128, 256
 # Fitted to the 96 calls of docs/results/h200x2/machines.jsonl of 2026-11-29 (2 x H200 that NCCL
 # joins through host memory, ab8e31bf and b3a3e96b), with their own times of GEMM and collective:
 # 5 % off in the root mean square, 13 % too short to 9 % too long. Gathers had a GEMM a band then;
-# today's five (f9cb4548) are 8 % too short to 3 % too long.
+# today's ten (f9cb4548, 9ded3eb8) are 6 % too short to 3 % too long.
 BESIDE = 1.2  # a GEMM beside collectives of several communicators, by its time alone
 TURNS = 0.95  # collectives of communicators that take turns, by the time of one collective
 EDGE_US = 156.0  # in which no bytes travel: bands begin and end in it, once where they take turns
@@ -80,6 +80,8 @@ class _Gemm:
     ) -> None:
         self.beside = beside
         self.sms = hardware.sms - communicators * band_shares.SMS_OF_ONE
+        if problem.spec.gathers:
+            self.sms -= band_shares.SMS_OF_OTHERS
         self.columns = math.ceil(problem.N_local / TILE_N)
         whole = gemm_us(
             hardware, problem.M, problem.N_local, problem.K_local, problem.dtype,
