@@ -69,11 +69,11 @@ def scaled(
     return (x * scale.unsqueeze(-1)).to(x.dtype)
 
 
-def biased(x: Tensor, bias: Tensor, received: Tensor, weights: Tensor | None = None) -> Tensor:
-    """x [capacity, N] plus the row of `bias` [E, N] that is its expert's, times `weights`
-    [capacity]. By torch, all rows of the buffer.
+def biased(x: Tensor, bias: Tensor, received: Tensor) -> Tensor:
+    """x [capacity, N] plus the row of `bias` [E, N] that is its expert's. By torch, all rows of the
+    buffer.
     """
-    return _Biased.apply(x, bias, received, weights)
+    return _Biased.apply(x, bias, received)
 
 
 def _by_kernel(x: Tensor, N: int) -> bool:
@@ -131,20 +131,14 @@ class _Scaled(torch.autograd.Function):
 
 class _Biased(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, bias: Tensor, received: Tensor, weights: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor, received: Tensor) -> Tensor:
         rows = torch.arange(len(x), device=x.device)
         experts = torch.searchsorted(ends(received), rows, right=True).clamp_(max=len(bias) - 1)
-        ctx.save_for_backward(bias, received, experts, weights)
-        own = bias[experts] if weights is None else bias[experts] * weights[:, None]
-        return (x + own).to(x.dtype)
+        ctx.save_for_backward(received)
+        return x + bias[experts]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):
-        bias, received, experts, weights = ctx.saved_tensors
-        if weights is None:
-            return dy, _sums(dy, received), None, None
-        of_bias = (dy * weights[:, None]).to(dy.dtype)
-        return dy, _sums(of_bias, received), None, (dy.float() * bias[experts]).sum(-1)
+        (received,) = ctx.saved_tensors
+        return dy, _sums(dy, received), None

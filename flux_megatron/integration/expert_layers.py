@@ -129,11 +129,6 @@ class _Separate(_Forward):
         """Of a linear [E, N]; behind `_there`."""
         return torch.stack(self._biases_of(name)) if self.config.add_bias_linear else None
 
-    def _bias_of_rows(self, name: str, reverse: bool) -> Tensor | None:
-        """In the order of rows that travel once."""
-        bias = self._bias(name)
-        return bias if bias is None or not reverse else bias.flip(0)
-
     def _bias_of_all(self) -> Tensor | None:
         if (own := self._bias("linear_fc2")) is None:
             return None
@@ -151,6 +146,9 @@ class _Separate(_Forward):
         group, reverse = self.ep_group, once.lie_in_reverse(first)
         if reverse:  # rows lie as parameters do
             first, second = first[::-1], second[::-1]
+        bias = self._bias("linear_fc1")
+        if bias is not None and reverse:
+            bias = bias.flip(0)
         topk, capacity = self.config.moe_router_topk, self._most_of(len(x))
         with kept_rows.keeping(capacity, topk * len(x), x.device) as kept:
             routes, weights = once.route(
@@ -160,12 +158,12 @@ class _Separate(_Forward):
             hidden = once.multiply(rows, first, routes, wgrad)
             y = self._after_activation(
                 lambda rows: once.multiply(rows, second, routes, wgrad),
-                hidden, routes.received, self._bias_of_rows("linear_fc1", reverse), weights,
+                hidden, routes.received, bias, weights,
             )  # fmt: skip
-            if (bias := self._bias_of_rows("linear_fc2", reverse)) is not None:
-                y = activation.biased(y, bias, routes.received, weights)
             kept.counted(routes.received)
-        return once.give_back(y, routes, group)
+        y, bias = once.give_back(y, routes, group), self._bias_of_all()
+        # one GEMM of [T, R E]; a bias a row would be some ten passes over a buffer of R T rows
+        return y if bias is None else (y + (probs * chosen).float() @ bias.float()).to(y.dtype)
 
     def _multiplied(self, x: Tensor, counts: Tensor, capacity: int) -> Tensor:
         first, second, wgrad = self._there()
