@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from flux_megatron.kernels.hopper import config as hopper_config
+from flux_megatron.kernels.hopper.split_tiles import K_TILES_MIN
 from flux_megatron.kernels.triton_launch import Code
 from flux_megatron.overlap import registry
 from flux_megatron.problem import Plan, Problem
@@ -16,6 +18,15 @@ from flux_megatron.symm.enqueue import BIAS, W, X
 from flux_megatron.symm.program import Builder, CallProgram
 from flux_megatron.symm.space import Workspace
 from flux_megatron.symm.steps import Launch, Slot
+
+
+def lengths_of_sums(problem: Problem, longer_than: int) -> list[int]:
+    """K of GEMM+RS for each number of chunks of `hopper` between the fewest and the most; FP8 has
+    one.
+    """
+    ranks = 0 if problem.scaled else problem.world_size
+    chunk = ranks * K_TILES_MIN * hopper_config.TILE.block_k
+    return [count * chunk for count in range(2, ranks - 1) if count * chunk > longer_than]
 
 
 def of_calls(problem: Problem, plan: Plan, space: Workspace) -> Iterator[Code]:

@@ -68,8 +68,9 @@ def compile_kinds(
 
 
 def _around(problem: Problem) -> list[Problem]:
-    """Kinds of layers that are in a model with this one, forward and backward, with a wide result,
-    and with more or fewer products in a sum: from four ranks on the code of GEMM+RS depends on K.
+    """Kinds of layers that are in a model with this one, forward and backward, with a narrow and a
+    wide result, and with more or fewer products in a sum: from four ranks on the code of GEMM+RS
+    depends on how many chunks there are of them.
     """
     layouts = ("nt",) if problem.scaled else ("nn", "nt")  # wgmma has no FP8 of columns
     if not problem.spec.dual:
@@ -77,9 +78,10 @@ def _around(problem: Problem) -> list[Problem]:
     hidden = min(problem.N, problem.K)
     found = [replace(one, layout=layout) for one in (problem, problem.dual) for layout in layouts]
     for one in [*found]:
-        found.append(replace(one, N=max(one.N, WIDE)))
+        found += [replace(one, N=N) for N in (hidden, max(one.N, WIDE))]
         if one.spec.reduces:
-            found += [replace(one, N=hidden, K=K) for K in (hidden, max(one.K, WIDE))]
+            sums = {hidden, max(one.K, WIDE), *codes.lengths_of_sums(one, hidden)}
+            found += [replace(one, N=hidden, K=K) for K in sorted(sums)]
     if problem.scaled and not problem.blockwise and not problem.split_accumulator:
         # gradients, as TransformerEngine has them
         found += [replace(one, dtype="float8_e5m2", split_accumulator=True) for one in found]

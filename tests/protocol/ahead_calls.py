@@ -42,6 +42,9 @@ FIRST = 4096  # of a run
 N, K = 1024, 2048
 FORWARD = Problem(Pattern.AG_GEMM, FIRST, N, K, "bfloat16", 2)
 FP8 = replace(FORWARD, dtype="float8_e4m3fn", out_dtype="bfloat16")
+MODELS = (  # ranks and widths, of GPT-3 175B, Qwen3-8B and Qwen3-14B
+    (2, 12288, 36864, 49152, 49152), (4, 4096, 6144, 24576, 12288), (8, 5120, 7168, 34816, 17408),
+)  # fmt: skip
 SCALED = [
     replace(FP8, split_accumulator=split, blockwise=blockwise)
     for split in (False, True) for blockwise in (False, True)
@@ -130,25 +133,27 @@ def launched(kind: Problem, M: int, space: Workspace) -> dict[Code, str]:
     return found
 
 
-def later() -> list[str]:
-    """Code of the layers of Qwen3-8B at TP 4 that the first of them has not had compiled, where all
-    ranges are and where one is: of the first layer with some.
+def later(world_size: int, hidden: int, qkv: int, fc1: int, ffn: int) -> list[str]:
+    """Code of the layers of a model that the first of them has not had compiled, where all ranges
+    are and where one is: of the first layer with some.
     """
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    wide = replace(FORWARD, world_size=4, N=6144, K=4096)
-    shapes = ((Pattern.GEMM_RS, 4096, 4096), (Pattern.AG_GEMM, 24576, 4096),
-              (Pattern.GEMM_RS, 4096, 12288), (Pattern.AG_GEMM, 151936, 4096))  # fmt: skip
-    layers = [wide, *(replace(wide, pattern=one, N=n, K=k) for one, n, k in shapes)]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    first = replace(FORWARD, world_size=world_size, N=qkv, K=hidden)
+    shapes = ((Pattern.GEMM_RS, hidden, hidden), (Pattern.AG_GEMM, fc1, hidden),
+              (Pattern.GEMM_RS, hidden, ffn), (Pattern.AG_GEMM, 151936, hidden))  # fmt: skip
+    layers = [first, *(replace(first, pattern=one, N=n, K=k) for one, n, k in shapes)]
+    found: list[str] = []
     with offline_calls.engine(False):
         space = workspace.workspace(dist.group.WORLD, torch.device("cpu"))
         for apart in (False, True):
             space.agreed.clear()
             table = PlanTable(apart=apart)
-            known = compiled_ahead(space, wide, table)
+            known = compiled_ahead(space, first, table)
             for one in (*layers[1:], *(one.dual for one in layers)):
-                if new := compiled_ahead(space, one, table) - known:
-                    return [*map(repr, new)]
-    return []
+                if not found and (new := compiled_ahead(space, one, table) - known):
+                    found = [f"{one}: {code!r}" for code in new]
+    dist.destroy_process_group()
+    return found
 
 
 def missed(space: Workspace, kernels: Counter[str]) -> list[str]:
@@ -181,7 +186,7 @@ def main(path: str) -> None:
             written["fp8"] = Counter(code.kernel for code in scaled)
     dist.destroy_process_group()
     if not written["missed"]:
-        written["later"] = later()
+        written["later"] = [one for model in MODELS for one in later(*model)]
     Path(path).write_text(json.dumps(written))
     sys.stdout.flush()
     os._exit(0)
