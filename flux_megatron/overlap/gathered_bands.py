@@ -74,7 +74,7 @@ def ag_gemm(p: CallProgram) -> Slot:
 
 def step_us(of_bands: Sequence[Band], world_size: int, row_bytes: int) -> int:
     """How long until the next CTA leaves, so that 32 have left when the largest band is as late as
-    it may be. A slow link takes few of them, and none is lost but to the end of the call.
+    it may be. Who has left does not come back in this call.
     """
     rows = (world_size - 1) * max(band.rows for band in of_bands)
     return (LATENCY_US + rows * row_bytes // SLOWEST_BYTES_PER_US) // 32
