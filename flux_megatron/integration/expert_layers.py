@@ -146,9 +146,9 @@ class _Separate(_Forward):
         group, reverse = self.ep_group, once.lie_in_reverse(first)
         if reverse:  # rows lie as parameters do
             first, second = first[::-1], second[::-1]
-        bias = self._bias("linear_fc1")
-        if bias is not None and reverse:
-            bias = bias.flip(0)
+        of_rows = self._bias("linear_fc1")
+        if of_rows is not None and reverse:
+            of_rows = of_rows.flip(0)
         topk, capacity = self.config.moe_router_topk, self._most_of(len(x))
         with kept_rows.keeping(capacity, topk * len(x), x.device) as kept:
             routes, weights = once.route(
@@ -158,7 +158,7 @@ class _Separate(_Forward):
             hidden = once.multiply(rows, first, routes, wgrad)
             y = self._after_activation(
                 lambda rows: once.multiply(rows, second, routes, wgrad),
-                hidden, routes.received, bias, weights,
+                hidden, routes.received, of_rows, weights,
             )  # fmt: skip
             kept.counted(routes.received)
         y, bias = once.give_back(y, routes, group), self._bias_of_all()

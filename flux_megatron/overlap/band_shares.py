@@ -29,8 +29,8 @@ def shares_of(problem: Problem) -> list[tuple[Sequence[int], int]]:
     """Of the candidates: bands, and how many communicators.
 
     One communicator is for a gather shorter than its GEMM, three for a slower link; few bands are
-    for a host that is late: in four a gather through host memory takes it .3 to .5 ms, in six by
-    three communicators .4 to 1.1 (2 x H200, NCCL 2.28.9, 2026-11-30, h200x2/machines.jsonl). More
+    for a host that is late: in four a gather through host memory takes it .3 to .9 ms, in six .4
+    to 1.1 (2 x H200, NCCL 2.28.9, 2026-11-30, h200x2/machines.jsonl). More
     than two ranks were not measured.
     """
     if not problem.spec.gathers:
