@@ -163,12 +163,16 @@ def test_the_first_error_is_reported(rank):
     check(Case("ag_gemm", 6, 8, 4))
 
 
+@pytest.mark.parametrize("entered_first", [False, True])
 @on_device_ranks(2, environment=SHORT)
-def test_a_missing_signal_is_explained_by_the_failure(rank):
-    """Rank 1 fails before its pushes: rank 0 learns why nothing comes."""
+def test_a_missing_signal_is_explained_by_the_failure(rank, entered_first):
+    """Rank 1 fails before its pushes: rank 0 learns why nothing comes, also where it has seen
+    rank 1's entry in the log before rank 1 goes on.
+    """
     x, w = torch.ones(6, 4, device=DEVICE), torch.ones(8, 4, device=DEVICE)
     group = dist.group.WORLD
     space = workspace(group, x.device)
+    store = dist.PrefixStore(f"{entered_first}", dist.distributed_c10d._get_default_store())
 
     def done() -> None:
         ops.all_gather_gemm(x, w, group)
@@ -176,13 +180,25 @@ def test_a_missing_signal_is_explained_by_the_failure(rank):
 
     done()
     if rank == 1:
+        enter = space.calls.break_off
+
+        def enter_and_wait() -> None:
+            enter()
+            store.set("entered", "")
+            store.wait(["found"])
+
+        if entered_first:
+            space.calls.break_off = enter_and_wait
         with pytest.raises(ZeroDivisionError):
             fail_in_a_call(space, ZeroDivisionError("no wgrad today"))
         dist.barrier()
         message = refused(errors.GroupBroken, done)
     else:
+        if entered_first:
+            store.wait(["entered"])
         with pytest.raises((errors.SignalTimeout, errors.GroupBroken)) as caught:
             done()
+        store.set("found", "")
         dist.barrier()
         message = str(caught.value)
     assert "rank 1 failed in the middle of a call: ZeroDivisionError: no wgrad today" in message

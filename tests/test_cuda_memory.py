@@ -21,6 +21,12 @@ SIZE = cuda_memory.PAGE_BYTES
 TIMEOUT = {"FLUX_MEGATRON_TIMEOUT_S": "1"}
 
 
+def open_files() -> int:
+    """Without those that garbage holds, of tests before this process was forked too."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
 def meet(group: dist.ProcessGroup, size_bytes: int = SIZE) -> None:
     """Every rank finds zeros, and then what every other has written for it."""
     buffer = cuda_memory.allocate(size_bytes, group, DEVICE)
@@ -51,14 +57,14 @@ def test_groups_that_made_a_different_number_meet_in_a_larger_one(rank):
 def test_nothing_is_left_behind(rank):
     with fake(str(rank)) as driver:
         meet(dist.group.WORLD)
-        files = len(os.listdir("/proc/self/fd"))
+        files = open_files()
         for _ in range(3):
             buffer = cuda_memory.allocate(SIZE, dist.group.WORLD, DEVICE)
             assert len(driver.mapped) == 2
             del buffer
             gc.collect()
         assert (driver.handles, driver.mapped, driver.reserved) == (set(), {}, {})
-        assert len(os.listdir("/proc/self/fd")) == files
+        assert open_files() == files
 
 
 @pytest.mark.parametrize(
@@ -92,7 +98,7 @@ REFUSALS = [
 @pytest.mark.parametrize("name", REFUSALS)
 @on_cpu_ranks(2)
 def test_every_rank_learns_what_the_driver_refuses_to_one(rank, name):
-    files = len(os.listdir("/proc/self/fd"))
+    files = open_files()
     said = f"symmetric memory of {SIZE} bytes: rank 1: {name} failed: CUDA_ERROR_REFUSED"
     with fake(str(rank), *[name] * rank) as driver:
         with pytest.raises(errors.WorkspaceError, match=f"^{said}$"):
@@ -103,7 +109,7 @@ def test_every_rank_learns_what_the_driver_refuses_to_one(rank, name):
         assert (driver.handles, driver.mapped, driver.reserved) == (set(), {}, {})
     with fake(str(rank)):
         assert cuda_memory.why_not_shared(dist.group.WORLD, DEVICE) is None
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert open_files() == files
 
 
 @on_cpu_ranks(3, environment=TIMEOUT)
@@ -132,11 +138,10 @@ def test_what_strangers_post_is_not_taken(rank):
         post(name, word, descriptor, timeout_s)
 
     descriptors._post = with_strangers
-    files = len(os.listdir("/proc/self/fd"))
+    files = open_files()
     with fake(str(rank)):
         meet(dist.group.WORLD)
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert open_files() == files
 
 
 @pytest.mark.parametrize(("variable", "refused"), [(None, True), ("0", True), ("1", False)])

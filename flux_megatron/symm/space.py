@@ -189,9 +189,9 @@ class Workspace:
             self._report_failure(f"{type(error).__name__}: {error}")
 
     def _report_failure(self, failure: str) -> None:
-        if self.calls is not None:
-            self.calls.break_off()
         self.agreement.break_off(failure)
+        if self.calls is not None:
+            self.calls.break_off()  # last: who finds this entry asks for the failure
 
     def _with_reason(self, failure: str) -> str:
         """And the likely reason for a signal that did not come."""
