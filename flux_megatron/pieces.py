@@ -41,7 +41,7 @@ def _start(
     if without_rows(pattern, x, w, group, layout):
         return Done(product(x, w, layout))
     decision, scaling = decide_sum(pattern, x, w, group, layout, plan, scaling)
-    call = calls.start(decision.build, x, w, layout, decision.plan, decision.workspace, scaling)
+    call = calls.InFlight(decision.program(x, w, None, True, scaling), x, w, None, scaling)
     decision.count()
     return call
 
@@ -58,8 +58,11 @@ def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt
     if without_rows(Pattern.AG_GEMM, x, w, group, layout):
         return Done(x)
     decision = decide(Pattern.AG_GEMM, x, w, None, group, layout, None)
+    decision.report_fallback()
     build = registry.gather_rows(decision.plan)
-    return calls.start_gather(build, x, decision.plan, decision.workspace)
+    call = calls.start_gather(build, x, decision.plan, decision.workspace)
+    decision.count()
+    return call
 
 
 def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGroup):
@@ -77,7 +80,7 @@ def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGro
     space, gather_plan = decision.workspace, decision.gather_plan()
     with space.guard():  # the gather is open if the scatter cannot begin
         gather = calls.start_gather(registry.gather_rows(gather_plan), x, gather_plan, space)
-        scatter = calls.start(decision.build, dy, w, "nn", decision.plan, space)
+        scatter = calls.InFlight(decision.program(dy, w, None, True, None), dy, w, None)
     decision.count()
     return gather, scatter
 

@@ -18,9 +18,8 @@ from flux_megatron import errors, pieces
 from flux_megatron.lab import reference
 from flux_megatron.nn.functions import local_linear, row_linear
 from flux_megatron.overlap import calls, registry
-from flux_megatron.overlap.calls import InFlight
-from flux_megatron.problem import Pattern, Plan
-from flux_megatron.symm.program import Builder
+from flux_megatron.problem import Pattern
+from flux_megatron.symm.program import CallProgram
 from flux_megatron.symm.workspace import workspace
 from flux_megatron.tuning import choice
 from flux_megatron.wgrad import Deferred, accumulate_wgrad_by_torch
@@ -34,17 +33,12 @@ def test_the_plan_of_dgrad_says_how_x_is_gathered_before_it(rank):
     """What a column layer's backward starts where its forward and its dgrad have two strategies."""
     started: list[str] = []
 
-    right_gather, right_start = calls.start_gather, calls.start
+    class Watched(calls.InFlight):
+        def __init__(self, program: CallProgram, x: Tensor, w: Tensor | None, *given: object):
+            started.append(f"{'gather' if w is None else 'scatter'} {program.plan.strategy}")
+            super().__init__(program, x, w, *given)
 
-    def start_gather(build: Builder, x: Tensor, plan: Plan, *given: object) -> InFlight:
-        started.append(f"gather {plan.strategy}")
-        return right_gather(build, x, plan, *given)
-
-    def start(build: Builder, x: Tensor, w: Tensor, layout: str, plan: Plan, *given: object):
-        started.append(f"scatter {plan.strategy}")
-        return right_start(build, x, w, layout, plan, *given)
-
-    calls.start_gather, calls.start = start_gather, start
+    calls.InFlight = Watched
     for gathers, scatters in itertools.permutations(["sequential", "fused", "pipelined"], 2):
         space = workspace(dist.group.WORLD, here())
         space.checked.clear()

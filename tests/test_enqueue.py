@@ -147,7 +147,7 @@ def test_a_list_uses_its_device_s_context_and_puts_back_the_thread_s(driver, bef
     """0 is that of a new thread. A refusal puts it back too."""
     made = enqueue.native().List(1, 0)
     made.add([(enqueue.RECORD, enqueue.STREAM, always(0))] * 2)
-    made.require(True, 0)
+    made.make_eager()
     driver.context = before
     try:
         assert made.run(b"", STREAM), "it was asked for a capture of its device"

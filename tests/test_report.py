@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 from itertools import starmap
 from unittest import mock
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, check
-from ranks import DEVICE, FUSED, on_device_ranks
+from ranks import DEVICE, FUSED, here, on_device_ranks
 
 import flux_megatron
 from flux_megatron import ops, pieces
@@ -18,7 +19,7 @@ from flux_megatron.embedding import fused_bags
 from flux_megatron.expert_parallel import call
 from flux_megatron.expert_parallel import ops as expert_ops
 from flux_megatron.nn.functions import column_parallel_linear
-from flux_megatron.overlap import calls
+from flux_megatron.overlap import calls, registry
 from flux_megatron.overlap import report as report_module
 from flux_megatron.overlap.report import (
     Layers,
@@ -31,6 +32,7 @@ from flux_megatron.overlap.report import (
     reset_report,
 )
 from flux_megatron.problem import Pattern, Plan
+from flux_megatron.symm.workspace import workspace
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +129,8 @@ def test_a_call_is_counted_when_it_is_enqueued(rank):
         operation(x, w, group)
         fails(calls, "by", operation, x, w)
     for operation in (pieces.start_gemm_rs, pieces.start_gemm_ar):
-        fails(calls, "start", operation, x, w)
+        fails(calls, "InFlight", operation, x, w)
+    fails(calls, "start_gather", pieces.start_gather, x, w)
     fails(calls, "start_gather", pieces.start_gather_and_gemm_rs, x, x, w)
     bags = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.arange(3, device=DEVICE)
     fails(fused_bags, "forward", flux_megatron.embedding_all_to_all, w[None], *bags)
@@ -136,6 +139,22 @@ def test_a_call_is_counted_when_it_is_enqueued(rank):
     fails(call.STRATEGIES["fused"], "gemm_a2a", expert_ops.gemm_a2a, *given, tokens=2)
     assert report().calls == {(str(pattern), "fused"): 1 for pattern in ops.OPERATIONS}
     assert report().fallbacks == {}
+
+
+@on_device_ranks(2, environment=FUSED)
+def test_a_gather_alone_counts_and_says_why_it_falls_back(rank):
+    """As in a backward without dx."""
+    x, w = torch.ones(4, 4, device=DEVICE), torch.ones(4, 4, device=DEVICE)
+    refused = mock.patch.object(registry, "refusal", return_value="nothing can run")
+    for fallback in (False, True):
+        workspace(dist.group.WORLD, here()).checked.clear()
+        said = pytest.warns(UserWarning, match="ag_gemm runs without overlap: nothing can run")
+        with refused if fallback else nullcontext(), said if fallback else nullcontext():
+            gather = pieces.start_gather(x, w, dist.group.WORLD)
+        assert gather.complete().shape == (8, 4)
+        gather.close()
+    assert report().calls == {("ag_gemm", "fused"): 1, ("ag_gemm", "sequential"): 1}
+    assert report().fallbacks == {("ag_gemm", "nothing can run"): 1}
 
 
 @on_device_ranks(2, environment=FUSED)

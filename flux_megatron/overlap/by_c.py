@@ -1,7 +1,7 @@
 """A program (`symm.program`) as lists of driver calls for C, which run in place of its steps.
 
 A list ends where a function of torch's stands, and another begins behind it. The first one of a
-call is asked to refuse: a capture, and addresses that are no multiples of 16 bytes.
+call refuses to run in a capture.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import torch
 
 from flux_megatron.symm import enqueue
 from flux_megatron.symm.copy_engine import CopyEngine
-from flux_megatron.symm.enqueue import MADE, STREAM, TABLE, Operand, W, X
+from flux_megatron.symm.enqueue import MADE, STREAM, TABLE, Operand
 from flux_megatron.symm.program import CallProgram
 from flux_megatron.symm.steps import Launch, Move, Step, TorchCall
 
 _ATTEMPTS = 8  # to make lists of a program: first its kernels must be compiled
-_ALIGNED = (X.register, W.register, enqueue.BIAS.register)
 
 Run = Callable[..., bool]
 Made = tuple[tuple[int, ...], "torch.dtype | None"]
@@ -104,15 +103,14 @@ class _Builder:
         stops = [at for at, step in enumerate(steps) if isinstance(step, TorchCall)]
         ends = [*stops, len(steps)]
         first = self._list(steps[: ends[0]])
-        asks = begins and self._program.follows  # plain collectives ask nothing
-        if asks:
-            registers = (*_ALIGNED, *range(MADE, MADE + len(self._program.made)))
-            first.require(True, sum(1 << register for register in registers))
+        refuses = begins and self._program.follows  # not plain collectives
+        if refuses:
+            first.make_eager()
         behind = [self._list(steps[at + 1 : end]) for at, end in zip(stops, ends[1:], strict=True)]
         torch_calls = [step for step in steps if isinstance(step, TorchCall)]
         runs = [one.run if len(one) else None for one in behind]
         rest = tuple(zip(torch_calls, runs, strict=True))
-        return Segment(first.run if asks or len(first) else None, rest)
+        return Segment(first.run if refuses or len(first) else None, rest)
 
     def _list(self, steps: list[Step]):
         made = enqueue.native().List(self._engine.index, self._words)

@@ -1,8 +1,8 @@
 """Calls by their programs (`symm.program`), which C or Python runs.
 
 C runs the lists of a program (`overlap.by_c`). Python runs the same steps one by one: on CPU, in a
-capture, for a profiler, NVTX or hooks of Triton, before kernels are compiled, at addresses that are
-no multiples of 16 bytes, and where there is no C compiler or FLUX_MEGATRON_NATIVE=0.
+capture, for a profiler, NVTX or hooks of Triton, before kernels are compiled, and where there is no
+C compiler or FLUX_MEGATRON_NATIVE=0.
 """
 
 from __future__ import annotations

@@ -30,7 +30,6 @@ typedef struct {
     int count, eager;
     int highest;  // of the registers below the table that it uses
     Py_ssize_t table;  // its size in bytes
-    uint32_t aligned;  // the registers that must be multiples of 16 bytes
     CUcontext context;  // of the device whose streams it uses
     Operation *operations;
 } List;
@@ -138,8 +137,8 @@ static int List_init(PyObject *self, PyObject *arguments, PyObject *named) {
     return code ? -1 : 0;
 }
 
-// run(table, stream, ...): False, and nothing enqueued, in a capture, with an address that is not
-// aligned, or where the driver does not say whether there is a capture: the caller will ask again
+// run(table, stream, ...): of an eager list False, and nothing enqueued, in a capture, or where the
+// driver does not say whether there is one: the caller will ask again
 static PyObject *List_run(PyObject *self, PyObject *const *given, Py_ssize_t count) {
     const List *list = (List *)self;
     uint64_t registers[REGISTERS];
@@ -152,7 +151,6 @@ static PyObject *List_run(PyObject *self, PyObject *const *given, Py_ssize_t cou
     for (int i = 1; i < count; i++) {
         registers[i] = PyLong_AsUnsignedLongLongMask(given[i]);
         if (PyErr_Occurred()) return NULL;
-        if (list->aligned >> i & 1 && registers[i] % 16) Py_RETURN_FALSE;
     }
     CUresult code = CUDA_SUCCESS;
     CUcontext before = NULL;
@@ -272,9 +270,9 @@ static PyObject *List_launch(PyObject *self, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
-static PyObject *List_require(PyObject *self, PyObject *arguments) {
-    List *list = (List *)self;
-    if (!PyArg_ParseTuple(arguments, "pI", &list->eager, &list->aligned)) return NULL;
+// make_eager(): no run in a capture
+static PyObject *List_make_eager(PyObject *self, PyObject *nothing) {
+    ((List *)self)->eager = 1;
     Py_RETURN_NONE;
 }
 
@@ -295,7 +293,7 @@ static PySequenceMethods as_sequence = {.sq_length = List_length};
 static PyMethodDef methods[] = {
     {"add", List_add, METH_O, NULL},
     {"launch", List_launch, METH_VARARGS, NULL},
-    {"require", List_require, METH_VARARGS, NULL},
+    {"make_eager", List_make_eager, METH_NOARGS, NULL},
     {"run", (PyCFunction)(void (*)(void))List_run, METH_FASTCALL, NULL},
     {NULL}};
 static PyTypeObject ListType = {
