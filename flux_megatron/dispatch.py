@@ -151,9 +151,9 @@ def undecided(group: ProcessGroup, device: torch.device, description: str) -> Wo
     return space
 
 
-def without_rows(pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup, layout: str) -> bool:
-    """Whether x has no rows, on all ranks: nobody computes, but the ranks compare the call as any
-    other. Of other errors `decide` tells.
+def agreed_empty(pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup, layout: str) -> bool:
+    """Whether x has no rows. If so nobody computes, but the ranks agree on the call and log it as
+    any other. `decide` reports what else is wrong.
     """
     if not no_rows(x, w, layout):
         return False

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron import operators
 from flux_megatron.dispatch import (
+    agreed_empty,
     decide,
     decide_sum,
     gather_refused,
@@ -23,7 +24,6 @@ from flux_megatron.dispatch import (
     in_memory,
     local_shards,
     refuse,
-    without_rows,
 )
 from flux_megatron.overlap import calls, differentiable
 from flux_megatron.overlap.library_gemm import blocks_refused
@@ -192,7 +192,7 @@ def run_ag_gemm(
     and enqueues its reads before it returns.
     """
     x, w = in_memory(Pattern.AG_GEMM, x, w, group)
-    if without_rows(Pattern.AG_GEMM, x, w, group, layout):
+    if agreed_empty(Pattern.AG_GEMM, x, w, group, layout):
         if consume is not None:
             consume(x)
         return product(x, w, layout)
@@ -211,7 +211,7 @@ def _reduced(
     plan: Plan | None = None, scaling: Scaling | None = None,
 ) -> Tensor:  # fmt: skip
     x, w = in_memory(pattern, x, w, group)
-    if without_rows(pattern, x, w, group, layout):
+    if agreed_empty(pattern, x, w, group, layout):
         return product(x, w, layout)
     decision, scaling = decide_sum(pattern, x, w, group, layout, plan, scaling)
     program = decision.program(x, w, None, False, scaling)

@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron.dispatch import decide, decide_sum, in_memory, undecided, without_rows
+from flux_megatron.dispatch import agreed_empty, decide, decide_sum, in_memory, undecided
 from flux_megatron.overlap import calls, registry, transfer
 from flux_megatron.overlap.operands import memory, product
 from flux_megatron.problem import Pattern, Plan
@@ -38,7 +38,7 @@ def _start(
     plan: Plan | None = None, scaling: Scaling | None = None,
 ) -> calls.InFlight | Done:  # fmt: skip
     x, w = in_memory(pattern, x, w, group)
-    if without_rows(pattern, x, w, group, layout):
+    if agreed_empty(pattern, x, w, group, layout):
         return Done(product(x, w, layout))
     decision, scaling = decide_sum(pattern, x, w, group, layout, plan, scaling)
     call = calls.InFlight(decision.program(x, w, None, True, scaling), x, w, None, scaling)
@@ -55,7 +55,7 @@ def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt
     the rows [M, K], borrowed until its `close`.
     """
     x, w = in_memory(Pattern.AG_GEMM, x, w, group)
-    if without_rows(Pattern.AG_GEMM, x, w, group, layout):
+    if agreed_empty(Pattern.AG_GEMM, x, w, group, layout):
         return Done(x)
     decision = decide(Pattern.AG_GEMM, x, w, None, group, layout, None)
     decision.report_fallback()
@@ -73,7 +73,7 @@ def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGro
     """
     dy, w = in_memory(Pattern.GEMM_RS, dy, w, group)
     x = memory("x", x)
-    if without_rows(Pattern.GEMM_RS, dy, w, group, "nn"):
+    if agreed_empty(Pattern.GEMM_RS, dy, w, group, "nn"):
         return Done(x), Done(product(dy, w, "nn"))
     decision = decide(Pattern.GEMM_RS, dy, w, None, group, "nn", None)
     decision.report_fallback()

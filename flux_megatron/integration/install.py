@@ -63,7 +63,7 @@ def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None
     FluxCoreAttention.reads_causal_masks = bool(getattr(args, "reset_attention_mask", False))
     built = _what_is_built(args.transformer_impl, of_te, options.layers, fp8)
     requirements.log_once(built, about="layers")
-    if not of_te:  # which a later call then finds in these arguments
+    if not of_te:  # a second parse must find `local` too
         args.transformer_impl = "local"
 
 

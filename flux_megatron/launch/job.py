@@ -81,7 +81,8 @@ class Job:
     def examine(self, arm: str) -> None:
         """Every node looks at its GPUs and links, and writes what it finds into a file of its name.
 
-        It bounds that from its container's start; `timeout` is for one that cannot even end it.
+        A node bounds its own check, from its container's start. `timeout` ends a container that
+        does not start.
         """
         if self.settings.preflight_s is None:
             log("no GPUs, or the site says preflight: false: nodes are not examined")

@@ -105,8 +105,8 @@ def linear(name: str, x: Tensor, w: Tensor, bias: Tensor | None, options: Option
         return operators.linear(layer, x, w, into, *named, bias, save_gathered)[0]
     if not torch.is_grad_enabled():
         return forward(options.layer, x, w, bias, options.group)[0]
-    # autograd copies x with gaps: backward keeps the caller's tensor, of which hooks that move it
-    # to the host read attributes, and second derivatives are taken
+    # Autograd copies x here only if it has gaps. Otherwise backward saves the caller's own tensor:
+    # offload hooks read its attributes, and second derivatives need it.
     return LinearNode.apply(x.contiguous(), w, bias, options)
 
 

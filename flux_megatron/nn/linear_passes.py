@@ -116,8 +116,8 @@ class LinearNode(torch.autograd.Function):
         return *backward(dy, x, w, ctx.shape, ctx.options, ctx.needs_input_grad), None
 
 
-# how dy, x and dx travel where torch computes gradients that are differentiated again: what all
-# ranks have each uses for its shard of the weight
+# of each layer: its pattern, and the collectives on dy, x and dx in a backward that is
+# differentiated again
 _AGAIN: dict[str, tuple[str, Any, Any, Any]] = {
     "column": ("gemm_rs", None, ops.differentiable.gather, ops.differentiable.scatter),
     "row": ("ag_gemm", ops.differentiable.gather, None, None),

@@ -26,7 +26,7 @@ from flux_megatron.symm.groups import timeout_s
 from flux_megatron.symm.space import Workspace
 from flux_megatron.tuning.environment import sources_digest
 from flux_megatron.tuning.plan_table import (
-    MOST,
+    LOG2_MOST,
     PlanTable,
     for_rows,
     raced_as,
@@ -141,7 +141,7 @@ def _rows(number: int, world_size: int) -> list[int]:
     wanted |= {round(2 ** (number - 0.5)) + add for add in (0, 1, 2, world_size)}
     wanted |= {round(2 ** (number + 0.5)) - add for add in (0, 1, 2, world_size)}
     whole = {cdiv(M, world_size) * world_size for M in wanted}
-    return sorted(M for M in whole if range_of(M) == number and M < 1 << (MOST + 1))
+    return sorted(M for M in whole if range_of(M) == number and M < 1 << (LOG2_MOST + 1))
 
 
 def _started(codes: list[Code], space: Workspace) -> Any:

@@ -29,9 +29,9 @@ from flux_megatron.tuning.plan_table import RANGES, PlanTable, raced_as, racers
 from flux_megatron.tuning.trial import Trial
 
 ROUNDS = 5  # of a race
-# Of a model: four layers, forward and backward. Where races of all their ranges of M would take
-# longer than there is time, each kind has that of its first call: over sockets six races of two
-# kinds had used it up, and seven kinds had none at their M (2 x H200, 2026-11-29).
+# A model has 8 layer kinds: 4 layers, forward and backward. If all of them cannot race all their
+# ranges of M in `tune_seconds`, each races only that of its first call: over sockets six races of
+# two kinds took all the time, and seven kinds had none at their M (2 x H200, 2026-11-29).
 KINDS = 8
 
 # Between two plans. The winners of 64 races were .03 % behind the best plan with 2 ms and .3 %
@@ -106,7 +106,9 @@ def choose(problem: Problem, table: PlanTable, space: Workspace) -> tuple[Plan, 
 
 
 def _measured_plan(problem: Problem, table: PlanTable, space: Workspace) -> Plan | None:
-    """That of the table, if it overlaps and can run the problem: no other strategy is asked."""
+    """That of the table, if it overlaps and can run the problem: no other strategy is asked. A
+    measured `sequential` is None here: where nothing else can run it is a fallback, with a reason.
+    """
     plan = table.measured(problem)
     if plan is None or plan.strategy == "sequential":
         return None
@@ -114,7 +116,7 @@ def _measured_plan(problem: Problem, table: PlanTable, space: Workspace) -> Plan
 
 
 def _is_raced(problem: Problem) -> bool:
-    """All but scales of blocks, and sums in e4m3, which one strategy alone has."""
+    """Blockwise scales and sums in e4m3 are not: one strategy alone has them."""
     return not (problem.blockwise or problem.wire)
 
 
@@ -132,22 +134,23 @@ def _race(problem: Problem, ranges: list[int], table: PlanTable, space: Workspac
     if any(theirs["capturing"] for theirs in said):
         return
     table.settled |= {*ranges}
-    plans: dict[Problem, list[Plan]] = {}
+    plans_of: dict[Problem, list[Plan]] = {}
     for one in problems if said[0]["seconds"] > 0 else []:
         names, _ = registry.overlapping(one, "auto", space.unavailable)
-        plans |= {one: racers(one, names)} if names else {}
+        plans_of |= {one: racers(one, names)} if names else {}
     with lasting():  # what is compiled and measured belongs to no caller
         if space.device.type == "cuda":
             ahead.compile_kinds(problem, ranges, table, space)
         fit = True
-        for one in plans:
+        for one, plans in plans_of.items():
             before_s = _spent_s
             if not tuner.leaders(space.group, fit and _left_s() > 0):
                 break
-            if entry := _measured(one, plans[one], space):
+            if entry := _measured(one, plans, space):
                 table.points[one.M] = entry.plan
-            ranges_of_one = min(len(plans), sum(each.M for each in plans) / one.M)
-            fit = KINDS * ranges_of_one * (_spent_s - before_s) <= settings.get().tune_seconds
+            races = min(len(plans_of), sum(each.M for each in plans_of) / one.M)  # as long as this
+            all_kinds_s = KINDS * races * (_spent_s - before_s)
+            fit = all_kinds_s <= settings.get().tune_seconds
     if space.device.type == "cuda":  # no symmetric memory comes from what trials have left there
         torch.cuda.empty_cache()
 

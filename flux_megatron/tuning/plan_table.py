@@ -18,8 +18,8 @@ from flux_megatron.problem import Plan, Problem
 
 # The binary logarithm of the M that stands for a range, from 1/sqrt(2) to sqrt(2) of it; the first
 # and the last have all that is below and above.
-FEWEST, MANY, MOST = 3, 10, 13
-RANGES = range(FEWEST, MOST + 1)
+LOG2_FEWEST, LOG2_MANY, LOG2_MOST = 3, 10, 13
+RANGES = range(LOG2_FEWEST, LOG2_MOST + 1)
 FEW_ROWS = 64  # up to which `low_latency` is chosen unmeasured
 # Of each strategy. Of two, the fastest plan of GEMM+RS was 1.0 % behind the best of all on average
 # and 9.4 % at most, of four .3 % and 7.4 % (87 entries of configs/tuned with M >= 1024); of AG+GEMM
@@ -28,13 +28,13 @@ FIRST_PLANS = 4
 
 
 def range_of(M: int) -> int:
-    return min(MOST, max(FEWEST, round(math.log2(M))))
+    return min(LOG2_MOST, max(LOG2_FEWEST, round(math.log2(M))))
 
 
 def together(M: int) -> range:
     """The ranges that calls of M rows make likely: all of training, or of few rows their own."""
     number = range_of(M)
-    return range(MANY, MOST + 1) if number >= MANY else range(number, number + 1)
+    return range(LOG2_MANY, LOG2_MOST + 1) if number >= LOG2_MANY else range(number, number + 1)
 
 
 def raced_as(problem: Problem, number: int) -> Problem:
@@ -42,7 +42,7 @@ def raced_as(problem: Problem, number: int) -> Problem:
     own, for most runs have one M; whole shards, and no more rows than the last range's.
     """
     here = number == range_of(problem.M)
-    M = min(problem.M, 1 << MOST) if here else 1 << number
+    M = min(problem.M, 1 << LOG2_MOST) if here else 1 << number
     return replace(problem, M=cdiv(M, problem.world_size) * problem.world_size)
 
 
@@ -86,8 +86,8 @@ class PlanTable:
         23 s in place of 3 (NeMo-RL, 2 x H200, 2026-11-30, h200x2/frameworks.jsonl).
         """
         done, own = self.settled | {range_of(one) for one in self.points}, range_of(problem.M)
-        trained = problem.spec.divided and any(number >= MANY for number in done)
-        if own in done or (own < MANY and trained):
+        trained = problem.spec.divided and any(number >= LOG2_MANY for number in done)
+        if own in done or (own < LOG2_MANY and trained):
             return []
         return [own, *(number for number in self.ranges(problem.M) if number not in {*done, own})]
 
@@ -118,7 +118,7 @@ def ruled(problem: Problem, names: Iterable[str]) -> Plan:
     """
     on_cpu = problem.device == "cpu"
     few = problem.M <= FEW_ROWS and not problem.spec.divided
-    many = on_cpu or (problem.M_shard if problem.blockwise else problem.M) >= 1 << MANY
+    many = on_cpu or (problem.M_shard if problem.blockwise else problem.M) >= 1 << LOG2_MANY
     for name in names if few or many else ():
         if few if name == "low_latency" else many:
             return _default(problem, name)
