@@ -201,7 +201,7 @@ def run_ag_gemm(
     decision.report_fallback()
     scaling = dense(scaling)
     program = decision.program(x, w, bias, consume is not None, scaling)
-    y = calls.by(program, x, w, bias, consume, scaling)
+    y = calls.run(program, x, w, bias, consume, scaling)
     decision.count()
     return y
 
@@ -215,7 +215,7 @@ def _reduced(
         return product(x, w, layout)
     decision, scaling = decide_sum(pattern, x, w, group, layout, plan, scaling)
     program = decision.program(x, w, None, False, scaling)
-    y = calls.by(program, x, w, None, None, scaling)
+    y = calls.run(program, x, w, None, None, scaling)
     decision.count()
     return y
 

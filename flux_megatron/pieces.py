@@ -59,7 +59,7 @@ def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt
         return Done(x)
     decision = decide(Pattern.AG_GEMM, x, w, None, group, layout, None)
     decision.report_fallback()
-    build = registry.gather_rows(decision.plan)
+    build = registry.gather_builder(decision.plan)
     call = calls.start_gather(build, x, decision.plan, decision.workspace)
     decision.count()
     return call
@@ -79,7 +79,7 @@ def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGro
     decision.report_fallback()
     space, gather_plan = decision.workspace, decision.gather_plan()
     with space.guard():  # the gather is open if the scatter cannot begin
-        gather = calls.start_gather(registry.gather_rows(gather_plan), x, gather_plan, space)
+        gather = calls.start_gather(registry.gather_builder(gather_plan), x, gather_plan, space)
         scatter = calls.InFlight(decision.program(dy, w, None, True, None), dy, w, None)
     decision.count()
     return gather, scatter

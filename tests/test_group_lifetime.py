@@ -265,7 +265,7 @@ def test_a_program_cannot_end_before_all_signals_are_awaited():
     program = CallProgram(
         space, Plan("fused"), torch.zeros(4, 8), None, None, "", caller_steps=True
     )
-    gather = transfer.start_gather(program, program.x, 0)
+    gather = transfer.add_gather(program, program.x, 0)
     gather.wait_for(1)
     with pytest.raises(AssertionError, match="not all rows are awaited"):
         gather.close()

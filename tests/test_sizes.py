@@ -35,7 +35,7 @@ def pushes(
     space = SimpleNamespace(rank=1, world_size=world_size, timeout_ns=1)
     x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     p = CallProgram(space, Plan("hopper"), x, None, None, "", caller_steps=True)
-    gather = transfer.start_gather(p, p.x, comm_rows, part_columns=part_columns)
+    gather = transfer.add_gather(p, p.x, comm_rows, part_columns=part_columns)
     ((_, _), (_, (fork, *steps)), _) = p.segments[0]
     assert fork.method == "fork"
     found, signals = [], set()

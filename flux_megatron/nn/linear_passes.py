@@ -110,7 +110,7 @@ class LinearNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         if torch.is_grad_enabled():
-            return *_again(ctx, dy), None
+            return *_double_backward(ctx, dy), None
         x, w = ctx.saved_tensors
         x, w = x if x is None else rows_of(x), ctx.w if w is None else w
         return *backward(dy, x, w, ctx.shape, ctx.options, ctx.needs_input_grad), None
@@ -118,7 +118,7 @@ class LinearNode(torch.autograd.Function):
 
 # of each layer: its pattern, and the collectives on dy, x and dx in a backward that is
 # differentiated again
-_AGAIN: dict[str, tuple[str, Any, Any, Any]] = {
+_DOUBLE: dict[str, tuple[str, Any, Any, Any]] = {
     "column": ("gemm_rs", None, ops.differentiable.gather, ops.differentiable.scatter),
     "row": ("ag_gemm", ops.differentiable.gather, None, None),
     "local": ("gemm_ar", None, ops.differentiable.copy, ops.differentiable.reduce),
@@ -126,10 +126,10 @@ _AGAIN: dict[str, tuple[str, Any, Any, Any]] = {
 }
 
 
-def _again(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _double_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dx, dw, db of torch's operations, for autograd to differentiate again."""
-    pattern, of_dy, of_x, of_dx = _AGAIN[ctx.options.layer]
-    _note_again(pattern, ctx.options)
+    pattern, of_dy, of_x, of_dx = _DOUBLE[ctx.options.layer]
+    _note_double_backward(pattern, ctx.options)
 
     def through(collective: Any, tensor: Tensor) -> Tensor:
         group = ctx.options.group
@@ -142,7 +142,7 @@ def _again(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor |
     return dx, dw, dy.sum(0) if needs[2] else None
 
 
-def _note_again(pattern: str, options: Options) -> None:
+def _note_double_backward(pattern: str, options: Options) -> None:
     """Count a backward of which gradients are to be differentiated; `RuntimeError` where they
     cannot be.
     """

@@ -136,13 +136,13 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor):
         x, weight, bias, mean, rstd = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *_again(ctx, dy), None
+            return *_double_backward(ctx, dy), None
         given = x, weight, mean, rstd, ctx.options.zero_centered, bias is not None
         dx, gradients = _backward(dy, *given)
         return dx, gradients[0], gradients[1] if bias is not None else None, None
 
 
-def _again(ctx: Any, dy: Tensor) -> list[Tensor | None]:
+def _double_backward(ctx: Any, dy: Tensor) -> list[Tensor | None]:
     """The gradients of torch's norm, for autograd to differentiate again."""
     given = x, weight, bias = ctx.saved_tensors[:3]
     y = _by_torch(x, weight, bias, ctx.options)

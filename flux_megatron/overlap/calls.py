@@ -304,17 +304,17 @@ def whole(
     space: Workspace, consume: Callable[[Tensor], None] | None = None,
     scaling: Scaling | None = None,
 ) -> Tensor:  # fmt: skip
-    """The result of a call. `consume` borrows the gathered rows of AG+GEMM."""
+    """`run`, by the program of calls with such operands."""
     borrows = consume is not None
     program = program_of(build, x, w, bias, layout, plan, space, borrows, scaling)
-    return by(program, x, w, bias, consume, scaling)
+    return run(program, x, w, bias, consume, scaling)
 
 
-def by(
+def run(
     program: CallProgram, x: Tensor, w: Tensor, bias: Tensor | None,
     consume: Callable[[Tensor], None] | None, scaling: Scaling | None,
 ) -> Tensor:  # fmt: skip
-    """`whole`, by its program."""
+    """The result of a call by its program. `consume` borrows the gathered rows of AG+GEMM."""
     call = InFlight(program, x, w, bias, scaling)
     if consume is not None:
         call.borrow(consume)

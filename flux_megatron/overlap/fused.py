@@ -101,7 +101,7 @@ def _tma(problem: Problem) -> bool:
 
 def _ag_gemm(p: CallProgram) -> Slot:
     local_copy = "engine" if p.caller_steps else "nobody"
-    gather = transfer.start_gather(p, p.x, p.plan.comm_rows, local_copy=local_copy)
+    gather = transfer.add_gather(p, p.x, p.plan.comm_rows, local_copy=local_copy)
     with p.phase("ag_gemm kernel"):
         y = ag_gemm_kernels.ag_gemm(
             p.x, gather.gathered, p.w, p.bias, **transfer.waits(gather.channel),

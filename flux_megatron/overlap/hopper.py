@@ -70,7 +70,7 @@ def _ag_gemm(p: CallProgram) -> Slot:
     if tile.block_m > M_shard:  # a tile lies within a shard
         tile = replace(LOW[0], block_k=tile.block_k)
     columns = part_columns(K, k_parts, tile.block_k) if k_parts > 1 else 0
-    gather = transfer.start_gather(p, p.x, comm_rows, local_copy="nobody", part_columns=columns)
+    gather = transfer.add_gather(p, p.x, comm_rows, local_copy="nobody", part_columns=columns)
     with p.phase("ag_gemm kernel"):
         y: Slot = hopper_ag_gemm.ag_gemm(
             p.x, gather.gathered, p.w, p.bias, **transfer.waits(gather.channel),

@@ -73,7 +73,7 @@ def _ag_gemm(p: CallProgram) -> Slot:
     whole, borrows = p.plan.gemms == 1, p.caller_steps
     local_copy = "caller" if whole else "engine" if borrows else "nobody"
     scales: Any = p.scaling.x if p.scaling and p.scaling.blockwise else None
-    gather = transfer.start_gather(p, p.x, p.plan.comm_rows, local_copy=local_copy, scales=scales)
+    gather = transfer.add_gather(p, p.x, p.plan.comm_rows, local_copy=local_copy, scales=scales)
     library_gemm.transpose(p)
     y = p.x.new_empty(len(gather.gathered), p.N, dtype=result_dtype(p.x, p.scaling))
     if whole:

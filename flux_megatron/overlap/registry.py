@@ -124,7 +124,7 @@ def gather_plan(problem: Problem, plan: Plan) -> Plan:
     return gathering.default_plan(problem.dual)
 
 
-def gather_rows(plan: Plan) -> Builder:
+def gather_builder(plan: Plan) -> Builder:
     """That of a gather for a caller who enqueues beside it, by a plan of `gather_plan`'s."""
     pushes = _ALL[plan.strategy].NEEDS_SYMMETRIC_MEMORY
     return transfer.gather_rows if pushes else sequential.gather_rows

@@ -178,7 +178,7 @@ def waits(channel: ChannelSlots) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def start_gather(
+def add_gather(
     p: CallProgram, x: Slot, comm_rows: int, *, local_copy: str = "caller", part_columns: int = 0,
     scales: Slot | None = None, channel_name: str = GATHER,
 ) -> Gather:  # fmt: skip
@@ -213,7 +213,7 @@ def gather_rows(p: CallProgram, channel_name: str = GATHER) -> None:
     the scales last, if x has any.
     """
     scales: Any = p.scaling.x if p.scaling else None
-    gather = start_gather(p, p.x, p.plan.comm_rows, scales=scales, channel_name=channel_name)
+    gather = add_gather(p, p.x, p.plan.comm_rows, scales=scales, channel_name=channel_name)
     p.caller_step()
     p.caller_step(gather.complete())
     if scales is not None:
@@ -260,7 +260,7 @@ def all_reduced(p: CallProgram, sums: Slot) -> Slot:
 
     Copy engines move them behind what the caller enqueues in the caller step, such as wgrad.
     """
-    gather = start_gather(p, sums, 0)
+    gather = add_gather(p, sums, 0)
     p.caller_step()
     gathered = gather.complete()
     y = sums.new_empty(*gathered.shape)

@@ -101,7 +101,7 @@ class Channel:
     @property
     def timeout_ns(self) -> int:
         """The bound of a kernel's waits."""
-        return int(self._status.bound_s(self._group) * 1e9)
+        return self._status.bound_ns(self._group)
 
     def close(self) -> None:
         """Nobody uses the channel any more: its waits lose their names."""

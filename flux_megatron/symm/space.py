@@ -73,7 +73,7 @@ class Workspace:
     @property
     def timeout_ns(self) -> int:
         """The bound of a kernel's waits."""
-        return int(self._status.bound_s(self.group) * 1e9)
+        return self._status.bound_ns(self.group)
 
     def begin(self, channel: str, size_bytes: int, kind: type[Channel] = Channel) -> Call:
         """Open the next call of a channel, of this `kind`, with `size_bytes` or more in its region.

@@ -52,6 +52,10 @@ class Status:
         """Seconds that a wait of the group may take."""
         return min(timeout_s(group), self._limit_s)
 
+    def bound_ns(self, group: ProcessGroup) -> int:
+        """The same for kernels."""
+        return int(self.bound_s(group) * 1e9)
+
     def name(
         self, pad: Tensor, waiter: str, awaited: Callable[[int], str], bound_s: Callable[[], float]
     ) -> None:

@@ -185,7 +185,7 @@ class Trial(AnyTrial[Entry]):
         return [self.call(plan)(), self._main_grad[:WGRAD_ROWS].clone()]
 
     def _column_backward(self, plan: Plan, gather_plan: Plan) -> Tensor:
-        build = registry.gather_rows(gather_plan)
+        build = registry.gather_builder(gather_plan)
         gather = calls.start_gather(build, self._layer_x, gather_plan, self._space)
         scatter = self._started(plan)
         accumulate_wgrad_by_torch(self._main_grad, self._x, gather.complete())

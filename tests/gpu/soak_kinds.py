@@ -162,7 +162,7 @@ class Operands:
         decision.count()
         space = decision.workspace
         plan = decision.gather_plan()
-        gather = calls.start_gather(registry.gather_rows(plan), self.rows, plan, space)
+        gather = calls.start_gather(registry.gather_builder(plan), self.rows, plan, space)
         scatter = calls.start(decision.build, self.x, self.w, "nn", decision.plan, space)
         rows = gather.complete()
         torch.mm(self.x.t(), rows)  # wgrad
