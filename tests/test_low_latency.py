@@ -141,7 +141,7 @@ PROBLEM = Problem(Pattern.GEMM_AR, 16, 8192, 8192, "bfloat16", 2)
 def test_few_rows_are_chosen_and_many_ranks_take_two_phases():
     few = PROBLEM
     # a CPU has no kernels for GPUs: as on one that has
-    names = ["low_latency"] if DEVICE == "cpu" else registry.overlapping(few, "auto", None)[0]
+    names = ["low_latency"] if DEVICE == "cpu" else [*registry.runnable(few, "auto", None)]
     plans = tuner.candidates(few, names)
     on_gpu = replace(few, device="cuda")
     assert plan_table.ruled(on_gpu, names) == low_latency.default_plan(few)

@@ -38,7 +38,7 @@ def gpu(monkeypatch):
 
 def first_strategy() -> tuple[str, str | None]:
     """And why `hopper` cannot run, which its kernels for bands say too."""
-    names, _ = registry.overlapping(PROBLEM, "auto", None)
+    names = [*registry.runnable(PROBLEM, "auto", None)]
     reason = registry.refusal(PROBLEM, "hopper", None)
     assert ("hopper" in names) == (reason is None)
     tile = hopper_config.TILE

@@ -141,7 +141,7 @@ def test_every_kind_of_problem_is_measured_and_right(rank):
     for pattern in Pattern:
         for layout in ("nt", "nn"):
             problem = some_problem(pattern, layout, 24, "bfloat16")
-            names, _ = registry.overlapping(problem, "auto", None)
+            names = [*registry.runnable(problem, "auto", None)]
             plans = defaults(problem, "sequential", *names)
             if layout == "nt":
                 plans = tuner.candidates(problem, names)
@@ -162,7 +162,7 @@ def test_fp8_is_measured_and_right(rank, dtype):
             some_problem(pattern, M=32, dtype=dtype), N=64, K=64, out_dtype="bfloat16",
             split_accumulator=split,
         )  # fmt: skip
-        names, _ = registry.overlapping(problem, "auto", None)
+        names = [*registry.runnable(problem, "auto", None)]
         entry = agreed(measured(problem, plan_table.racers(problem, names)))
         assert entry.failed == ()
         assert {one.plan.strategy for one in entry.measured} >= {"sequential", "pipelined"}

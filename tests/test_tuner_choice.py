@@ -155,7 +155,7 @@ def test_where_races_are_long_a_kind_has_that_of_its_own_m(monkeypatch, race_s, 
     monkeypatch.setattr(choice, "_spent_s", 0.0)
     monkeypatch.setattr(choice, "_measured", takes)
     monkeypatch.setattr(tuner, "leaders", lambda group, value: value)
-    monkeypatch.setattr(registry, "overlapping", lambda *given: (["pipelined"], None))
+    monkeypatch.setattr(registry, "runnable", lambda *given: iter(["pipelined"]))
     monkeypatch.setattr(choice, "racers", lambda *given: [PLAIN])
     asked = SimpleNamespace(ask=lambda question, answer: [answer])
     space = SimpleNamespace(

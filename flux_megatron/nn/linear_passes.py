@@ -30,7 +30,9 @@ Wgrad = Callable[[Tensor, Tensor, Tensor], "Tensor | None"]
 
 
 class Options(NamedTuple):
-    """`group` is the process group that communicates; None where none does."""
+    """`layer` is a row of the table above: local and whole are column and row layers of ranks that
+    all hold every token. `group` is the process group that communicates; None where none does.
+    """
 
     layer: str
     group: Any

@@ -83,25 +83,19 @@ def why_not(problem: Problem, plan: Plan) -> str | None:
     return strategy(problem, plan.strategy).why_not(problem, plan)
 
 
-def overlapping(
-    problem: Problem, wanted: str, unavailable: str | None
-) -> tuple[list[str], str | None]:
-    """The strategies that overlap and can run the problem, and the reason of the last one that
-    cannot, which needs least. `wanted` is one strategy or "auto"; `unavailable` as in `refusal`.
-    """
-    names = _asked(problem, wanted)
-    reasons = {name: refusal(problem, name, unavailable) for name in names}
-    refused = [reason for reason in reasons.values() if reason is not None]
-    return [name for name in names if reasons[name] is None], refused[-1] if refused else None
-
-
 def runnable(problem: Problem, wanted: str, unavailable: str | None) -> Iterator[str]:
-    """The same strategies, each asked when the caller comes to it: at a new M the host would make
-    a plan of each.
+    """The strategies that overlap and can run the problem, each asked when the caller comes to it:
+    at a new M the host would make a plan of each. `wanted` is one strategy or "auto"; `unavailable`
+    as in `refusal`.
     """
     for name in _asked(problem, wanted):
         if refusal(problem, name, unavailable) is None:
             yield name
+
+
+def why_none(problem: Problem, wanted: str, unavailable: str | None) -> str | None:
+    """Of a problem that none of them can run: the last one's reason, which needs least."""
+    return refusal(problem, _asked(problem, wanted)[-1], unavailable)
 
 
 def _asked(problem: Problem, wanted: str) -> list[str]:

@@ -112,7 +112,7 @@ def _measured(
     group: dist.ProcessGroup, device: torch.device, problem: Problem, watch: Watch
 ) -> Entry:
     unavailable = workspace(group, device).unavailable
-    names, _ = registry.overlapping(problem, "auto", unavailable)
+    names = [*registry.runnable(problem, "auto", unavailable)]
     plans = tuner.candidates(problem, names)
     return tuner.measure(Trial, problem, plans, group, device, watch=watch)
 

@@ -111,7 +111,7 @@ def _plans(
     """The plans that calls of a range may have, each with some rows that have all of its code."""
     for M in _rows(number, kind.world_size):
         problem = replace(kind, M=M)
-        names, _ = registry.overlapping(problem, "auto", space.unavailable)
+        names = [*registry.runnable(problem, "auto", space.unavailable)]
         for one in dict.fromkeys(_candidates(kind, number, problem, names, table, space)):
             if registry.refusal(problem, one.strategy, space.unavailable, one) is None:
                 yield problem, one
@@ -127,7 +127,7 @@ def _candidates(
     if (measured := table.measured(problem)) is not None:
         return [measured, *found]
     raced = raced_as(kind, number)
-    names, _ = registry.overlapping(raced, "auto", space.unavailable)
+    names = [*registry.runnable(raced, "auto", space.unavailable)]
     return found + [for_rows(one, raced.M, problem) for one in racers(raced, names)]
 
 

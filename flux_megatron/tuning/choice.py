@@ -79,7 +79,7 @@ def _wanted(problem: Problem, space: Workspace) -> str:
     given = settings.get()
     wanted = given.strategy + ", strictly" * given.strict
     if space.calls is None:  # nothing will compare what they choose
-        names, _ = registry.overlapping(problem, given.strategy, space.unavailable)
+        names = [*registry.runnable(problem, given.strategy, space.unavailable)]
         wanted += f" (can run: {', '.join(names) or 'none'})"
     return wanted
 
@@ -96,7 +96,7 @@ def choose(problem: Problem, table: PlanTable, space: Workspace) -> tuple[Plan, 
         return plan, None
     names = registry.runnable(problem, wanted, space.unavailable)
     if (first := next(names, None)) is None:
-        _, reason = registry.overlapping(problem, wanted, space.unavailable)
+        reason = registry.why_none(problem, wanted, space.unavailable)
         return sequential.default_plan(problem), reason
     if wanted != "auto":
         return registry.strategy(problem, wanted).default_plan(problem), None
@@ -136,7 +136,7 @@ def _race(problem: Problem, ranges: list[int], table: PlanTable, space: Workspac
     table.settled |= {*ranges}
     plans_of: dict[Problem, list[Plan]] = {}
     for one in problems if said[0]["seconds"] > 0 else []:
-        names, _ = registry.overlapping(one, "auto", space.unavailable)
+        names = [*registry.runnable(one, "auto", space.unavailable)]
         plans_of |= {one: racers(one, names)} if names else {}
     with lasting():  # what is compiled and measured belongs to no caller
         if space.device.type == "cuda":

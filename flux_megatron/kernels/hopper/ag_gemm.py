@@ -1,4 +1,5 @@
-"""AG+GEMM for Hopper, in Gluon: the same protocol as `ag_gemm.py`, at the speed of a library GEMM.
+"""AG+GEMM for Hopper, in Gluon: the protocol of `kernels/portable/ag_gemm.py`, at the speed of a
+library GEMM.
 
     copy engine  pushes x of rank s into gathered[s] of every rank, then signals [A]
     this kernel  takes the tiles of the local shard first, read from x itself, then those of

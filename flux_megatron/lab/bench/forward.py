@@ -91,7 +91,7 @@ class Forward:
         problem = self._problem(pattern)
         op = partial(ops.OPERATIONS[pattern], self.x, self.w, self.group, layout=layout)
         unavailable = workspace(self.group, self.device).unavailable
-        names, _ = registry.overlapping(problem, "auto", unavailable)
+        names = [*registry.runnable(problem, "auto", unavailable)]
         for plan in tuner.candidates(problem, names):
             call = with_strategy("auto", op, plan=plan)
             yield Candidate(label(plan), OURS, call, plan=plan.dumps)
