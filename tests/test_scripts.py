@@ -164,9 +164,9 @@ def defined(file: Path) -> set[str]:
     return found
 
 
-def test_the_path_has_ten_lines_and_every_function_is_in_a_file_that_its_line_names():
+def test_every_function_of_the_two_paths_is_in_a_file_that_its_line_names():
     numbers = re.findall(r"^(\d+)\. `[\w/]+\.(?:py|c)`, `[\w.]+`", PATH, re.M)
-    assert numbers == [str(number) for number in range(1, 11)]
+    assert numbers == [str(number) for number in (*range(1, 4), *range(1, 11))]
     for line in PATH.splitlines():
         files = FILE.findall(line)
         there = {name for file in files for name in defined(PACKAGE / file)}

@@ -13,7 +13,7 @@ from flux_megatron import shipped
 from flux_megatron.overlap import registry
 from flux_megatron.tuning import plan_cache
 from flux_megatron.tuning.plan_entry import Entry
-from flux_megatron.tuning.plan_table import MANY, racers, ruled
+from flux_megatron.tuning.plan_table import LOG2_MANY, racers, ruled
 
 PAGE = Path(__file__).parents[1] / "docs" / "tuning.md"
 PREFERENCE = ("hopper", "fused", "pipelined", "signalled", "low_latency")
@@ -50,7 +50,7 @@ def test_the_table_of_the_page_is_what_the_entries_have(monkeypatch):
     columns = re.findall(r"(\d+) of (\d+) entries", text)
     rows = [re.findall(r"([\d.]+) %", line) for line in text.splitlines() if "% at most" in line]
     for column, few in enumerate((False, True)):
-        of_range = [entry for entry in entries if (entry.problem.M < 1 << MANY) is few]
+        of_range = [entry for entry in entries if (entry.problem.M < 1 << LOG2_MANY) is few]
         found = [one for one in map(behind, of_range) if one is not None]
         assert columns[column] == (str(len(found)), str(len(of_range)))
         for row, percent in zip(rows, zip(*found, strict=True), strict=True):
