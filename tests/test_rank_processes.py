@@ -56,9 +56,44 @@ time.sleep(60)
     assert gone(pids)
 
 
+def test_an_interrupt_between_popens_lock_and_its_try(monkeypatch):
+    """Raised there, it leaves the lock taken, and `kill` waits for it without an end."""
+
+    class Lock:
+        taken = False
+
+        def acquire(self, blocking=True):
+            assert not self.taken, "nobody gives this lock back"
+            self.taken = True
+            signal.raise_signal(signal.SIGINT)
+            return True
+
+        def release(self):
+            self.taken = False
+
+        def __enter__(self):
+            return self.acquire()
+
+        def __exit__(self, *_):
+            self.release()
+
+    real = subprocess.Popen
+
+    def with_lock(*arguments, **options):
+        process = real(*arguments, **options)
+        process._waitpid_lock = Lock()
+        return process
+
+    monkeypatch.setattr(rank_processes.subprocess, "Popen", with_lock)
+    with pytest.raises(KeyboardInterrupt):
+        run("time.sleep(60)")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 PARENT = """
-import signal, sys
+import faulthandler, signal, sys
 from flux_megatron.tune_command import ranks
+faulthandler.dump_traceback_later(50, exit=True)  # one that hangs says where
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has them ignored
 code = "import os, time; open(sys_file, 'a').write(f'{os.getpid()} '); time.sleep(60)"
 code = code.replace("sys_file", repr(sys.argv[1]))

@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import IO, Any
 
@@ -35,6 +35,7 @@ def run(arguments: Sequence[str], world_size: int, environment: Mapping[str, str
     `RunFailed` names the first rank that failed, and its error; `KeyboardInterrupt` passes.
     """
     with ExitStack() as stack:
+        interrupted = stack.enter_context(_interrupts_noted())
         listener = stack.enter_context(socket.socket())
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -47,7 +48,7 @@ def run(arguments: Sequence[str], world_size: int, environment: Mapping[str, str
             variables = {**environment, **address, **size}
             ranks.append(_Rank(rank, arguments, variables, listener, log))
             stack.callback(ranks[-1].kill)
-        _wait(ranks)
+        _wait(ranks, interrupted)
 
 
 class _Rank:
@@ -93,9 +94,28 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
 
 
-def _wait(ranks: Sequence[_Rank]) -> None:
+@contextmanager
+def _interrupts_noted() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C has come: noted alone, for `_wait` to raise between two polls.
+
+    CPython raises between any two bytecodes: also where `Popen.poll` has taken a lock and not yet
+    begun the `try` that gives it back. Then `kill` would wait for that lock without an end.
+    """
+    came: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # else a shell's `&` has it ignored
+        signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield lambda: bool(came)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _wait(ranks: Sequence[_Rank], interrupted: Callable[[], bool]) -> None:
     first, since = None, 0.0
     while any(rank.code is None for rank in ranks):
+        if interrupted():
+            raise KeyboardInterrupt
         if first is None:
             first = next((rank for rank in ranks if rank.code), None)
             since = time.monotonic()
