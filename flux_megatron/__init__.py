@@ -27,9 +27,9 @@ _PLACES = {
     "disable": ("flux_megatron.integration.enabling", "disable"),
     "enable": ("flux_megatron.integration.enabling", "enable"),
     "replace": ("flux_megatron.integration.replacing", "replace"),
-    "check": ("flux_megatron.symm.workspace", "check"),
+    "check": ("flux_megatron.symm.workspaces", "check"),
     "confirm_step": ("flux_megatron.symm.step_end", "confirm_step"),
-    "release": ("flux_megatron.symm.workspace", "release"),
+    "release": ("flux_megatron.symm.workspaces", "release"),
     "report": ("flux_megatron.overlap.report", "report"),
     "reset_report": ("flux_megatron.overlap.report", "reset_report"),
     "synchronize": ("flux_megatron.symm.step_end", "synchronize"),
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from flux_megatron.overlap.report import report, reset_report
     from flux_megatron.problem import Plan, Tile
     from flux_megatron.symm.step_end import confirm_step, synchronize
-    from flux_megatron.symm.workspace import check, release
+    from flux_megatron.symm.workspaces import check, release
 
 
 def __getattr__(name: str) -> Any:

@@ -31,8 +31,8 @@ from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.scaling import Scaling
 from flux_megatron.symm.groups import name_of
 from flux_megatron.symm.program import Builder, CallProgram
-from flux_megatron.symm.space import Guard, Workspace
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspace import Guard, Workspace
+from flux_megatron.symm.workspaces import workspace
 from flux_megatron.tuning import choice
 
 S = TypeVar("S")

@@ -19,7 +19,7 @@ from flux_megatron.kernels.hopper.config import DEEP, LOW, TILES
 from flux_megatron.lab import reference
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Tile, own_fields
-from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.workspace import Workspace
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flux_megatron.lab import reference
 from flux_megatron.nn.functions import column_parallel_linear, local_linear, row_parallel_linear
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspaces import workspace
 
 
 @dataclass(frozen=True)

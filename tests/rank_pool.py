@@ -84,10 +84,10 @@ def _modules_put_back() -> Iterator[None]:
 
 def forget() -> None:
     """Give back all memory, whoever holds it, and what ranks have agreed on."""
-    from flux_megatron.symm import workspace
+    from flux_megatron.symm import workspaces
 
-    workspace._give_back(workspace.workspaces())
-    workspace._agreed_before.clear()
+    workspaces._give_back(workspaces.workspaces())
+    workspaces._agreed_before.clear()
 
 
 def tidy(rank: int) -> int:

@@ -20,7 +20,7 @@ from flux_megatron.nn.functions import local_linear, row_linear
 from flux_megatron.overlap import calls, registry
 from flux_megatron.problem import Pattern
 from flux_megatron.symm.program import CallProgram
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspaces import workspace
 from flux_megatron.tuning import choice
 from flux_megatron.wgrad import Deferred, accumulate_wgrad_by_torch
 

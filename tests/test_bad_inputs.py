@@ -18,7 +18,7 @@ import flux_megatron
 from flux_megatron import errors, ops, pieces, settings
 from flux_megatron.nn.functions import column_parallel_linear, row_parallel_linear
 from flux_megatron.problem import Plan
-from flux_megatron.symm import workspace as workspaces
+from flux_megatron.symm import workspaces
 
 SHORT = {"FLUX_MEGATRON_TIMEOUT_S": "2"}
 RANKS = 3 if DEVICE == "cpu" else 2  # of which rank 1 makes another call than the others

@@ -22,11 +22,11 @@ from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
 from flux_megatron import errors, ops, settings
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import call_log, lru_cache, objects
-from flux_megatron.symm import space as spaces
+from flux_megatron.symm import workspace as workspace_module
 from flux_megatron.symm.channel import Channel, rounded
 from flux_megatron.symm.lru_cache import LRUCache
 from flux_megatron.symm.word_channel import WordChannel
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspaces import workspace
 
 KEPT = 200  # shapes, in place of `SHAPES`
 
@@ -212,7 +212,7 @@ def test_what_a_region_knows_of_shapes_is_bounded(rank):
 @on_device_ranks(2)
 def test_what_is_kept_does_not_grow_with_the_number_of_shapes(rank):
     group, plan = dist.new_group([0, 1]), Plan("pipelined")
-    with mock.patch.object(spaces, "SHAPES", KEPT):
+    with mock.patch.object(workspace_module, "SHAPES", KEPT):
         space = workspace(group, here())
     order = [*range(1, KEPT + 1), *random.Random(0).sample(range(1, KEPT + 1), KEPT)]
     sizes, w = [], torch.ones(4, 2, device=DEVICE)

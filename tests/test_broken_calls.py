@@ -28,7 +28,7 @@ from flux_megatron.overlap import calls
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm.channel import Channel
 from flux_megatron.symm.status import Status
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspaces import workspace
 
 take_back = Channel.take_back
 SHORT = FUSED | {"FLUX_MEGATRON_TIMEOUT_S": "6"}

@@ -25,7 +25,7 @@ import flux_megatron
 from flux_megatron.overlap import calls, collectives
 from flux_megatron.problem import Tile
 from flux_megatron.symm import cpu_backend
-from flux_megatron.symm.workspace import workspaces
+from flux_megatron.symm.workspaces import workspaces
 
 PACKAGE = f"{Path(flux_megatron.__file__).parent}/"
 TRITON = "/triton/runtime/"

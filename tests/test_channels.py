@@ -16,11 +16,11 @@ from flux_megatron import errors, pieces
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import device as devices
 from flux_megatron.symm import signals
-from flux_megatron.symm import space as space_module
+from flux_megatron.symm import workspace as workspace_module
 from flux_megatron.symm.buffer import SymmetricBuffer
 from flux_megatron.symm.channel import Channel
-from flux_megatron.symm.space import Workspace
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspace import Workspace
+from flux_megatron.symm.workspaces import workspace
 
 
 def channel_of(pattern: str) -> Channel:
@@ -142,7 +142,7 @@ def test_captured_calls_have_a_part_of_their_own(rank):
     eager = [half_of(space, rank, 5000) for _ in range(2)]
     channel = space.channels["gather"]
     before = channel.size_bytes
-    with mock.patch.object(space_module, "capturing", return_value=True):
+    with mock.patch.object(workspace_module, "capturing", return_value=True):
         captured = [half_of(space, rank, 5000) for _ in range(3)]
         for name in ("gather", "scatter"):
             with pytest.raises(errors.WorkspaceError, match="make the same call once before"):
@@ -158,7 +158,7 @@ def test_captured_calls_have_a_part_of_their_own(rank):
     assert len({*later, *captured}) == 3
     assert {*eager} - {*captured} < {*later}, "only what captured calls have taken is replaced"
     assert channel.epoch == 6
-    with mock.patch.object(space_module, "capturing", return_value=True):
+    with mock.patch.object(workspace_module, "capturing", return_value=True):
         assert half_of(space, rank, 5000) == captured[0]
     held = channel.size_bytes
     half_of(space, rank, 10**6)
@@ -173,7 +173,7 @@ def test_a_rank_that_does_not_come_to_a_captured_call_is_named(rank):
     if rank == 1:
         return
     with (
-        mock.patch.object(space_module, "capturing", return_value=True),
+        mock.patch.object(workspace_module, "capturing", return_value=True),
         pytest.raises(errors.SignalTimeout) as raised,
     ):
         check(Case("gemm_rs", 5, 4, 3))

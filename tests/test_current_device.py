@@ -22,7 +22,7 @@ from flux_megatron.expert_parallel import ops as expert_ops
 from flux_megatron.nn.functions import column_parallel_linear
 from flux_megatron.overlap import calls, collectives
 from flux_megatron.problem import Plan
-from flux_megatron.symm import space, steps, workspace
+from flux_megatron.symm import steps, workspace, workspaces
 from flux_megatron.tuning import choice
 
 CPU = torch.device("cpu")
@@ -68,10 +68,10 @@ def test_every_step_is_made_with_the_operands_device(rank):
 
         setattr(owner, name, watched)
 
-    space.active = workspace.active = steps.active = active
+    workspace.active = workspaces.active = steps.active = active
     steps.is_active = lambda device: depth[0] > 0
     for owner, *names in (
-        (space.Workspace, "__init__", "begin"), (choice, "choose"), (expert_call, "_choose"),
+        (workspace.Workspace, "__init__", "begin"), (choice, "choose"), (expert_call, "_choose"),
         (ops, "note_fallback"), (calls.InFlight, "_begin"), (fused_bags, "forward", "backward"),
         (fused_experts, "a2a_gemm", "gemm_a2a"), (collectives, "_start"),
     ):  # fmt: skip

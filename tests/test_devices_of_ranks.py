@@ -31,7 +31,7 @@ from flux_megatron.nn import functions, linear_passes, norm
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import copies
-from flux_megatron.symm.workspace import workspaces
+from flux_megatron.symm.workspaces import workspaces
 from flux_megatron.tuning import link
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.skipif(GPU_RANKS < 2, reason="needs two GPUs")]

@@ -18,7 +18,7 @@ from flux_megatron.overlap import collectives
 from flux_megatron.symm import doorbell, places
 from flux_megatron.symm.places import Place, why_unavailable
 from flux_megatron.symm.status import Status
-from flux_megatron.symm.workspace import workspaces
+from flux_megatron.symm.workspaces import workspaces
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from flux_megatron.embedding import fused_bags, sequential_bags, sparse_gradient
 from flux_megatron.embedding.bags import Bags
 from flux_megatron.lab import reference
 from flux_megatron.nn import ShardedEmbeddingBag
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspaces import workspace
 
 operate = flux_megatron.embedding_all_to_all
 

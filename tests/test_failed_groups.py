@@ -14,7 +14,7 @@ from ranks import DEVICE, here, on_device_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspaces import workspace
 
 SHORT = {"FLUX_MEGATRON_STRATEGY": "pipelined", "FLUX_MEGATRON_TIMEOUT_S": "2"}
 GATHER, SCATTER = Case("ag_gemm", 6, 8, 4), Case("gemm_rs", 5, 7, 3)

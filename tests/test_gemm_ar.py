@@ -22,7 +22,7 @@ from flux_megatron.lab.perf.operator_cost import gemms_us
 from flux_megatron.overlap import hopper
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import TRANSPORTS, Plan, Problem, Tile
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspaces import workspace
 
 PLANS = {
     "sequential": Plan("sequential"),

@@ -24,13 +24,13 @@ from flux_megatron.overlap import calls, collectives, signalled, transfer
 from flux_megatron.overlap import stage as stages
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import call_log, groups
-from flux_megatron.symm import workspace as workspace_module
+from flux_megatron.symm import workspaces as workspaces_module
 from flux_megatron.symm.agreement import Agreement
 from flux_megatron.symm.channel import Channel
 from flux_megatron.symm.device import communication_stream, copy_engine
 from flux_megatron.symm.program import CallProgram
 from flux_megatron.symm.word_channel import WordChannel
-from flux_megatron.symm.workspace import workspace, workspaces
+from flux_megatron.symm.workspaces import workspace, workspaces
 from flux_megatron.tuning import choice
 
 PIPELINED = {"FLUX_MEGATRON_STRATEGY": "pipelined"}
@@ -96,7 +96,7 @@ def test_plans_outlive_a_release_and_are_not_asked_for_again(rank):
         assert choice.agreed_table(kind, plan, space) is next(iter(before.values()))
     flux_megatron.release()
     if rank == 1:  # as after a failure that rank 0 has not seen
-        workspace_module._agreed_before.clear()
+        workspaces_module._agreed_before.clear()
     check(GATHER)
     assert workspace(group, here()).agreed.keys() == before.keys()
 
@@ -145,7 +145,7 @@ def test_memory_that_a_graph_holds_is_not_released(rank, name, kind, outgrown):
     if outgrown:
         space.end(space.begin(name, larger, kind))
     with (
-        mock.patch.object(workspace_module, "capturing", return_value=True),
+        mock.patch.object(workspaces_module, "capturing", return_value=True),
         pytest.raises(errors.WorkspaceError, match="a CUDA graph is being captured"),
     ):
         flux_megatron.release(graphs_dropped=True)
@@ -334,7 +334,7 @@ atexit.register(lambda: print("group", "gone" if held[0]() is None else "held"))
 
 import torch
 import torch.distributed as dist
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspaces import workspace
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 held.append(weakref.ref(dist.group.WORLD))

@@ -72,7 +72,7 @@ overlap: errors patterns problem scaling settings symm kernels | torch
 # between the GPUs; which tiles are split, for a prediction of them
 tuning: errors patterns problem scaling settings shipped symm kernels.compiled_ahead kernels.sizes
     kernels.triton_launch overlap wgrad | torch | cuda triton
-dispatch: errors problem scaling settings symm.groups symm.program symm.space symm.workspace
+dispatch: errors problem scaling settings symm.groups symm.program symm.workspace symm.workspaces
     overlap.calls overlap.operands overlap.registry overlap.report tuning.choice
     tuning.environment | torch
 operators: problem scaling overlap.differentiable symm.groups | torch
@@ -92,7 +92,7 @@ integration: command_errors errors settings ops pieces nn wgrad scaling expert_p
     transformer_engine transformer_engine_torch | fused_weight_gradient_mlp_cuda
 # measures ahead of a run, on ranks that it starts; the names of Megatron's options
 tune_command: command_errors errors machine option_values patterns problem settings
-    expert_parallel integration.parser_signature overlap.registry symm.workspace tuning
+    expert_parallel integration.parser_signature overlap.registry symm.workspaces tuning
     | torch typer rich
 specs: versions.megatron_core integration.spec_argument  # the name that Megatron's --spec is given
 """)

@@ -24,9 +24,9 @@ import flux_megatron
 from flux_megatron.device import Channel
 from flux_megatron.expert_parallel import ops as expert_ops
 from flux_megatron.patterns import Pattern
-from flux_megatron.symm import space as space_module
+from flux_megatron.symm import workspace as workspace_module
 from flux_megatron.symm.lasting import lasting
-from flux_megatron.symm.workspace import workspaces
+from flux_megatron.symm.workspaces import workspaces
 from flux_megatron.tuning import timing
 
 STRATEGIES = ("sequential", "pipelined", "fused", "low_latency", "signalled")
@@ -195,7 +195,7 @@ def test_channels_of_own_kernels(rank):
     for number, mode in enumerate(EVERY):
         for size_bytes in (64, 8192):
             opened = partial(_opened, f"of {number}", size_bytes)
-            with mock.patch.object(space_module, "REFRESH_EVERY", 1):
+            with mock.patch.object(workspace_module, "REFRESH_EVERY", 1):
                 within(mode, opened)
             assert_lasting()
             opened()

@@ -22,7 +22,7 @@ from test_fp8 import E4M3, Layer, fp8
 import flux_megatron
 from flux_megatron.overlap import calls, registry
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
-from flux_megatron.symm.workspace import workspaces
+from flux_megatron.symm.workspaces import workspaces
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.skipif(GPU_RANKS < 2, reason="needs two GPUs")]
 

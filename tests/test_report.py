@@ -32,7 +32,7 @@ from flux_megatron.overlap.report import (
     reset_report,
 )
 from flux_megatron.problem import Pattern, Plan
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspaces import workspace
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ from flux_megatron.overlap import stage as stages
 from flux_megatron.patterns import ROW, Pattern
 from flux_megatron.problem import MAX_GROUPS, Plan, Problem, Tile
 from flux_megatron.symm import places
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspaces import workspace
 
 SMALL = Tile(16, 16, 16, group_m=2)
 # M_shard, N, K_local: whole tiles, ragged tiles, less than a tile

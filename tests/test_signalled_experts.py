@@ -18,7 +18,7 @@ from flux_megatron.expert_parallel.bands import Order
 from flux_megatron.kernels.experts import signalled as kernels
 from flux_megatron.problem import MAX_GROUPS, Plan
 from flux_megatron.symm import places
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspaces import workspace
 
 
 def plan_of(bands: int, tma: bool = False) -> Plan:

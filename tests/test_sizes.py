@@ -20,7 +20,7 @@ from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import call_log, enqueue, signals
 from flux_megatron.symm.channel import REFRESH_EVERY
 from flux_megatron.symm.program import CallProgram
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspaces import workspace
 
 LARGE = (2**20 // 8 + 8, 16384)  # a shard of 2**20 rows over 8 ranks: beyond 2**31 elements
 SHARD_BYTES = 2 * LARGE[0] * LARGE[1]

@@ -26,7 +26,7 @@ from flux_megatron.patterns import COLUMN
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm.copy_engine import CopyEngine
 from flux_megatron.symm.cpu_backend import CpuCopyEngine
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspaces import workspace
 
 COPY = -1  # the copy engine's stream
 FUSED = Plan("fused", tile=Tile(16, 16, 16))

@@ -22,10 +22,10 @@ from flux_megatron import errors, pieces
 from flux_megatron.nn import functions
 from flux_megatron.overlap.report import report
 from flux_megatron.problem import Plan
-from flux_megatron.symm import cpu_backend, objects, signals, space
+from flux_megatron.symm import cpu_backend, objects, signals, workspace
 from flux_megatron.symm import device as devices
 from flux_megatron.symm.call_log import call_log
-from flux_megatron.symm.workspace import release, workspaces
+from flux_megatron.symm.workspaces import release, workspaces
 
 
 @given(st.integers(0, 2**34), st.integers(-(2**31), 2**31 - 1))
@@ -203,7 +203,7 @@ def test_objects_travel_on_the_gpu_that_the_group_is_bound_to():
 
 @on_cpu_ranks(2, environment=FUSED)
 def test_calls_fall_back_where_gpus_share_no_memory(rank):
-    space.why_not_shared = lambda group, device: "the GPUs share no memory: rank 0: closed"
+    workspace.why_not_shared = lambda group, device: "the GPUs share no memory: rank 0: closed"
     check(Case("ag_gemm", 4, 4, 4))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "flux_megatron")  # it has been said

@@ -19,7 +19,7 @@ from ranks import DEVICE, here, on_device_ranks
 from flux_megatron import errors
 from flux_megatron.overlap import calls, fused, library_gemm, registry
 from flux_megatron.problem import Pattern, Plan, Problem
-from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.workspace import Workspace
 from flux_megatron.tuning import beside, plan_table, trial, tuner
 from flux_megatron.tuning.plan_entry import Entry
 from flux_megatron.tuning.timing import Race, race

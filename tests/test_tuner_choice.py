@@ -25,7 +25,7 @@ from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.overlap import hopper, low_latency_plans, registry
 from flux_megatron.overlap.report import report
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
-from flux_megatron.symm import workspace
+from flux_megatron.symm import workspaces
 from flux_megatron.symm.agreement import Agreement
 from flux_megatron.tuning import choice, environment, plan_cache, plan_table, tuner
 from flux_megatron.tuning.plan_entry import Entry, Measured
@@ -376,7 +376,7 @@ def test_which_ranges_are_raced_is_the_leaders_choice(rank):
     os.environ["FLUX_MEGATRON_TUNE"] = "auto" if rank else "met"
     settings.reload()
     check(SMALL)
-    agreed = workspace.workspace(dist.group.WORLD, torch.device(DEVICE)).agreed.values()
+    agreed = workspaces.workspace(dist.group.WORLD, torch.device(DEVICE)).agreed.values()
     assert [one.apart for one in agreed if isinstance(one, PlanTable)] == [True]
 
 

@@ -19,8 +19,8 @@ from flux_megatron import ops, settings
 from flux_megatron.expert_parallel import separate
 from flux_megatron.nn import ColumnParallelLinear, RowParallelLinear, functions, sum_gradient
 from flux_megatron.symm import groups, objects
-from flux_megatron.symm.space import Workspace
-from flux_megatron.symm.workspace import workspaces
+from flux_megatron.symm.workspace import Workspace
+from flux_megatron.symm.workspaces import workspaces
 
 
 def layers(group: ProcessGroup) -> list[torch.nn.Module]:

@@ -15,8 +15,8 @@ from flux_megatron.kernels import launch
 from flux_megatron.overlap import transfer
 from flux_megatron.symm import channel as symmetric
 from flux_megatron.symm.signals import MAX_COMM_TILES, WORK_CLAIMS, WORK_WORDS, as_int32
-from flux_megatron.symm.space import Workspace
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspace import Workspace
+from flux_megatron.symm.workspaces import workspace
 
 SLOTS = MAX_COMM_TILES  # signals that a rank can send each peer in a call: slots 0 to SLOTS - 1
 

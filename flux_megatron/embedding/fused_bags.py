@@ -21,7 +21,7 @@ from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
 from flux_megatron.symm.channel import Call, Region
 from flux_megatron.symm.signals import comm_rows_at_least, slot
-from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.workspace import Workspace
 
 CHANNEL = "embedding"
 SLICES = 8  # of each destination's samples

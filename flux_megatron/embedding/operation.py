@@ -25,8 +25,8 @@ from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.symm import objects
 from flux_megatron.symm.device import capturing
 from flux_megatron.symm.groups import group_named, name_of
-from flux_megatron.symm.space import Workspace
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspace import Workspace
+from flux_megatron.symm.workspaces import workspace
 
 NAME = "embedding_a2a"
 STRATEGIES: dict[str, ModuleType] = {"fused": fused_bags, "sequential": sequential_bags}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flux_megatron.embedding.bags import MODES, Bags, bags_of_entries, outside
 from flux_megatron.overlap.phase import phase
-from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.workspace import Workspace
 
 
 def as_one_table(indices: Tensor, offsets: Tensor, bags: Bags) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flux_megatron.embedding.bags import Bags, bags_of_entries, outside
 from flux_megatron.embedding.sequential_bags import exchanged
-from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.workspace import Workspace
 
 
 def values(dy: Tensor, indices: Tensor, offsets: Tensor, bags: Bags, space: Workspace) -> Tensor:

@@ -21,8 +21,8 @@ from flux_megatron.expert_parallel.plans import ExpertProblem
 from flux_megatron.kernels.experts.weights import ExpertWeights, lie_in_rows
 from flux_megatron.overlap.operands import operands_error
 from flux_megatron.problem import Plan
-from flux_megatron.symm.space import Workspace
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspace import Workspace
+from flux_megatron.symm.workspaces import workspace
 
 
 class Strategy(Protocol):

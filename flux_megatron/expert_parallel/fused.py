@@ -19,7 +19,7 @@ from flux_megatron.kernels.sizes import next_power_of_2
 from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Plan, Tile
-from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.workspace import Workspace
 
 # the channels of a workspace
 DISPATCH, COMBINE = "dispatch", "combine"

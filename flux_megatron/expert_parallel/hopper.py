@@ -8,7 +8,7 @@ from flux_megatron.expert_parallel import fused
 from flux_megatron.kernels.hopper import gemm as hopper_gemm
 from flux_megatron.kernels.hopper.config import LONG
 from flux_megatron.problem import Plan
-from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.workspace import Workspace
 
 a2a_gemm, gemm_a2a = fused.a2a_gemm, fused.gemm_a2a
 

@@ -9,7 +9,7 @@ from flux_megatron import errors
 from flux_megatron.overlap.phase import phase
 from flux_megatron.symm import signals
 from flux_megatron.symm.device import capturing
-from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.workspace import Workspace
 
 
 def all_counts(counts: Tensor, rows: int, capacity: int, space: Workspace) -> Tensor:

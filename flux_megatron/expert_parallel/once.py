@@ -26,8 +26,8 @@ from flux_megatron.kernels.experts.token_call import Routes
 from flux_megatron.kernels.experts.weights import ExpertWeights, as_one
 from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.report import note_copy
-from flux_megatron.symm.space import Workspace
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspace import Workspace
+from flux_megatron.symm.workspaces import workspace
 
 
 def refuses(x: Tensor, group: ProcessGroup) -> str | None:

@@ -12,7 +12,7 @@ from flux_megatron.kernels.experts.token_call import Routes
 from flux_megatron.overlap import transfer
 from flux_megatron.overlap.phase import phase
 from flux_megatron.symm.channel import Call
-from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.workspace import Workspace
 
 # the channels of a workspace
 ROUTES, SEND, GIVE_BACK = "token routes", "tokens sent", "tokens given back"

@@ -13,7 +13,7 @@ import torch
 
 from flux_megatron import settings
 from flux_megatron.problem import Plan
-from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.workspace import Workspace
 from flux_megatron.tuning import plan_cache
 from flux_megatron.tuning.plan_entry import AnyEntry
 

@@ -13,7 +13,7 @@ from flux_megatron.expert_parallel.host_counts import all_counts
 from flux_megatron.kernels.experts.weights import ExpertWeights
 from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Plan
-from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.workspace import Workspace
 
 
 def supports(x: Tensor, N: int, layout: str, space: Workspace) -> str | None:

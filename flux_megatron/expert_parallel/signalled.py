@@ -22,7 +22,7 @@ from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.stage import Stage, communicator, join, stage_of
 from flux_megatron.problem import Plan
-from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.workspace import Workspace
 
 BANDS = 4
 # SMs that the GEMM leaves to NCCL: with 8 fine-grained experts took 16 to 49 % longer, Mixtral-like

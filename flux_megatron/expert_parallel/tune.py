@@ -20,8 +20,8 @@ from flux_megatron.expert_parallel.plans import ExpertEntry, ExpertProblem
 from flux_megatron.kernels.experts.call import header_bytes
 from flux_megatron.kernels.experts.weights import ExpertWeights
 from flux_megatron.problem import Plan
-from flux_megatron.symm.space import Workspace
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspace import Workspace
+from flux_megatron.symm.workspaces import workspace
 from flux_megatron.tuning import tuner
 from flux_megatron.tuning.trial import AnyTrial
 

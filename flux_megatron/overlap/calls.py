@@ -26,8 +26,8 @@ from flux_megatron.symm.channel import Call
 from flux_megatron.symm.device import capturing
 from flux_megatron.symm.enqueue import MADE, TABLE, Operand, X
 from flux_megatron.symm.program import Builder, CallProgram
-from flux_megatron.symm.space import Workspace
 from flux_megatron.symm.steps import TorchCall
+from flux_megatron.symm.workspace import Workspace
 
 _UNNAMED = nullcontext()
 _MADE = MADE - X.register  # the place of the first tensor that a call makes, behind its operands

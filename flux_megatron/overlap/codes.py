@@ -16,8 +16,8 @@ from flux_megatron.problem import Plan, Problem
 from flux_megatron.scaling import Scaling, block_shapes
 from flux_megatron.symm.enqueue import BIAS, W, X
 from flux_megatron.symm.program import Builder, CallProgram
-from flux_megatron.symm.space import Workspace
 from flux_megatron.symm.steps import Launch, Slot
+from flux_megatron.symm.workspace import Workspace
 
 
 def lengths_of_sums(problem: Problem, longer_than: int) -> list[int]:

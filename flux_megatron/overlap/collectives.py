@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flux_megatron.symm.program import CallProgram
-from flux_megatron.symm.space import Workspace
 from flux_megatron.symm.steps import Slot
+from flux_megatron.symm.workspace import Workspace
 
 _LOOK_S = 0.05
 

@@ -20,7 +20,7 @@ from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan
 from flux_megatron.scaling import Scaling, is_fp8
 from flux_megatron.symm.groups import name_of
-from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.workspace import Workspace
 
 LAYOUTS = ("nt", "nn")
 SHAPES = {2: "two matrices", 3: "a matrix and one for each expert"}  # by the dimensions of w

@@ -13,7 +13,7 @@ from typing import Any
 
 from flux_megatron import errors, settings
 from flux_megatron.kernels.triton_launch import launches
-from flux_megatron.symm.workspace import workspaces
+from flux_megatron.symm.workspaces import workspaces
 
 _calls: Counter[tuple[str, str]] = Counter()
 _fallbacks: Counter[tuple[str, str]] = Counter()

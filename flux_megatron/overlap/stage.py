@@ -21,8 +21,8 @@ from flux_megatron.symm.device import capturing, communication_stream, flag_stre
 from flux_megatron.symm.groups import is_listed, name_of, timeout_s
 from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.signals import WORK_WORDS
-from flux_megatron.symm.space import Workspace
-from flux_megatron.symm.workspace import workspaces
+from flux_megatron.symm.workspace import Workspace
+from flux_megatron.symm.workspaces import workspaces
 
 
 class Stage:

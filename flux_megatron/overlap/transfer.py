@@ -24,8 +24,8 @@ from flux_megatron.symm.channel import Call, Channel
 from flux_megatron.symm.enqueue import Operand, always
 from flux_megatron.symm.program import CallProgram, ChannelSlots
 from flux_megatron.symm.signals import comm_rows_at_least
-from flux_megatron.symm.space import Workspace
 from flux_megatron.symm.steps import Slot
+from flux_megatron.symm.workspace import Workspace
 
 # the channels of a workspace
 GATHER, SCATTER, WORDS, BESIDE = "gather", "scatter", "words", "rows beside"

@@ -43,7 +43,7 @@ from flux_megatron.symm.steps import (
 if TYPE_CHECKING:
     from flux_megatron.problem import Plan
     from flux_megatron.scaling import Scaling
-    from flux_megatron.symm.space import Workspace
+    from flux_megatron.symm.workspace import Workspace
 
 # what kernels' functions on the host take
 Memory = TypeVar("Memory", Tensor, Slot)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from flux_megatron import errors
 from flux_megatron.symm import objects
 from flux_megatron.symm.device import active, copy_engine
-from flux_megatron.symm.workspace import check, living
+from flux_megatron.symm.workspaces import check, living
 
 _ASK_S = 1.0  # seconds between two queries whether another rank has failed
 

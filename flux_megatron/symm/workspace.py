@@ -1,145 +1,249 @@
-"""The workspace of a group: one, which all layers share and which grows to the largest call."""
+"""What one group shares: channels of symmetric memory, the agreement of its ranks, the log of their
+calls.
+
+A workspace makes a channel when a call first names it. After a failure in the middle of a call, or
+a wait that ran out of time, it refuses all further calls and reports the reason to the other ranks.
+"""
 
 from __future__ import annotations
 
-import atexit
-import gc
-import logging
-from collections.abc import Hashable
-from functools import cache
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.distributed import ProcessGroup
 
 from flux_megatron import errors, settings
-from flux_megatron.symm import objects
-from flux_megatron.symm.device import active, capturing
-from flux_megatron.symm.groups import SHARE, given, is_listed, name_of, timeout_s, unwrapped
-from flux_megatron.symm.space import Workspace, of_groups
-from flux_megatron.versions.library import warn_of_untested
-from flux_megatron.versions.torch import TORCH
-from flux_megatron.versions.triton import TRITON
+from flux_megatron.symm import doorbell
+from flux_megatron.symm.agreement import Agreement
+from flux_megatron.symm.call_log import QUESTION, CallLog, call_log, different_calls
+from flux_megatron.symm.channel import REFRESH_EVERY, Call, Channel
+from flux_megatron.symm.device import active, capturing, copy_engine, why_not_shared
+from flux_megatron.symm.groups import is_listed
+from flux_megatron.symm.lasting import lasting
+from flux_megatron.symm.lru_cache import LRUCache
+from flux_megatron.symm.places import places, why_unavailable
+from flux_megatron.symm.status import Status
 
-_log = logging.getLogger(__name__)
-# by what callers give
-_agreed_before: WeakKeyDictionary[ProcessGroup, dict[Hashable, Any]] = WeakKeyDictionary()
-
-
-def workspace(group: ProcessGroup, device: torch.device) -> Workspace:
-    """The workspace of `group`, of what is inside it now. Collective at its first call."""
-    inside = unwrapped(group)
-    found = of_groups.get(inside)
-    if found is None:
-        _give_back(_ended(given(group)))
-        warn_of_untested(TORCH, TRITON)
-        with active(device):
-            found = Workspace(inside, device)
-        found.given = ref(group)
-        of_groups[inside] = found
-        _remember(found, _agreed_before.pop(group, {}))
-        _log_bound(timeout_s(group), settings.get().timeout_s is not None)
-    return found
+# Of calls that are remembered: some 400 numbers of rows of a model's eight kinds of layers. Each
+# takes 13 KiB of the host (CPU, 2026-11-30, in no row).
+SHAPES = 4096
 
 
-def _ended(group: ProcessGroup) -> list[Workspace]:
-    """Of the groups that are destroyed, and of what was inside `group` before."""
-    living_now = living()
-    return [one for one in workspaces() if one.given() is group or one not in living_now]
-
-
-def _remember(space: Workspace, agreed: dict[Hashable, Any]) -> None:
-    """Take over what the group agreed on before its memory was given back, if all ranks know the
-    same of it: a failure may have left one without. Collective.
+class Workspace:
+    """What one group shares: `channels` by name, the agreement, the log of calls, the record of
+    late waits, which end after `limit_s` at most; and the device's copy engine. Collective
+    constructor.
     """
-    known = objects.all_gather([repr(key) for key in agreed], space.group)
-    if all(one == known[0] for one in known):
-        space.agreed.update(agreed)
+
+    alone = False  # whether calls send nothing and wait for nobody: they take their memory
+
+    @lasting()
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, limit_s: float = math.inf
+    ) -> None:
+        self.group, self.device = group, device
+        self.listed = is_listed(group)  # by torch, until it is destroyed
+        # what callers give, for the group inside
+        self.given: Callable[[], ProcessGroup | None] = weakref.ref(group)
+        self.rank, self.world_size = group.rank(), group.size()
+        self.engine = copy_engine(device)
+        self.agreement = Agreement(group, partial(self.note, QUESTION))
+        self.calls: CallLog | None = None
+        # what all ranks have agreed on: plan tables of layer kinds, strategies of other calls
+        self.agreed: dict[Hashable, Any] = {}
+        # decisions, by all that a rank checks of a call
+        self.checked: LRUCache[Hashable, Any] = LRUCache(SHAPES)
+        self.programs: LRUCache[Hashable, Any] = LRUCache(SHAPES)  # of `overlap.calls`
+        # what a strategy needs for all its calls, by its name; it is `open` while one is
+        self.kept: dict[str, Any] = {}
+        self.settings: settings.Settings | None = None  # under which `checked` is valid
+        ranks = places(group, device, doorbell.address(_compare))
+        self._doorbells = [place.doorbell for place in ranks]
+        self.unavailable = why_unavailable(ranks, group) or why_not_shared(group, device)
+        self.calls = None if self.unavailable else call_log(group, device)
+        self._late = ""  # the wait that ran out of time, with its likely reason
+        self._status = Status(device, limit_s)
+        self.channels: dict[str, Channel] = {}
+
+    @property
+    def timeout_ns(self) -> int:
+        """The bound of a kernel's waits."""
+        return self._status.bound_ns(self.group)
+
+    def begin(self, channel: str, size_bytes: int, kind: type[Channel] = Channel) -> Call:
+        """Open the next call of a channel, of this `kind`, with `size_bytes` or more in its region.
+
+        A missing channel is made, and one that is too small grows: collective, and a
+        `WorkspaceError` in a capture.
+        """
+        self.check()
+        captured = capturing(self.device)
+        found = self.channels.get(channel)
+        if found is not None and found.open:
+            raise errors.WorkspaceError(f"a {channel} was begun while another was open")
+        if found is None or size_bytes > found.room(captured):
+            found = self._enlarged(channel, size_bytes, captured, kind)
+        if not captured and (found.epoch + 1) % REFRESH_EVERY == 0:
+            self._barrier(f"{channel} is refreshed")  # all signals of the calls so far have come
+            found.refresh()
+            self._barrier(f"{channel} goes on")  # none of the next call comes before
+        return found.begin(captured)
+
+    def end(self, call: Call) -> None:
+        """Close the call: all that reads its region has been enqueued on the current stream."""
+        call.channel.end(call)
+        if self.device.type == "cpu":  # kernels have returned: a late wait is known
+            self.check()
+
+    @lasting()
+    def _enlarged(
+        self, channel: str, size_bytes: int, captured: bool, kind: type[Channel]
+    ) -> Channel:
+        if captured:
+            held = self.channels[channel].room(True) if channel in self.channels else 0
+            raise errors.WorkspaceError(
+                f"a captured call needs {size_bytes} bytes of symmetric memory, {held} are there, "
+                "and a capture cannot allocate: make the same call once before it is "
+                "captured"
+            )
+        self._barrier(f"{channel} grows to {size_bytes} bytes")  # no rank uses the old memory now
+        if channel not in self.channels:
+            self.channels[channel] = kind(self.group, self.device, self._status)
+        self.channels[channel].grow(size_bytes)
+        return self.channels[channel]
+
+    def _barrier(self, reason: str) -> None:
+        """Wait until all ranks have finished what they have enqueued. `ProblemMismatch` on every
+        rank if one of them makes another call.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self.check()  # the others may be gone
+        self.agreement.confirm(reason)
+
+    def note(self, description: str) -> None:
+        """Record a call; `ProblemMismatch` if a rank is seen to make another one."""
+        if self.calls is None:
+            return
+        try:
+            self.calls.note(description)
+        except errors.ProblemMismatch as error:
+            self.ask()  # the other rank may have failed
+            self.agreement.stop_askers(str(error))
+            doorbell.ring(self._doorbells)  # another rank may wait for this one
+            raise errors.ProblemMismatch(self._with_reason(str(error))) from None
+
+    def check(self) -> None:
+        """Raise the error that has made results of this group worthless, if there is one."""
+        if self._late:
+            raise errors.SignalTimeout(self._late)
+        if self._status.tripped and self.unavailable is None:
+            self._explain_end_of_waits()
+        if self.agreement.broken:
+            raise errors.GroupBroken(self.agreement.broken)
+
+    def _explain_end_of_waits(self) -> None:
+        """Raise what has ended the waits of the group, as its record says."""
+        if late := self._status.late():
+            self._late = self._with_reason(late)
+            self._report_failure(f"SignalTimeout: {self._late}")
+            raise errors.SignalTimeout(self._late)
+        if refused := self._status.refused():
+            raise errors.CapacityExceeded(refused)
+        if mismatch := self._status.mismatch:
+            raise errors.ProblemMismatch(self._with_reason(mismatch))
+
+    def compare(self) -> None:
+        """End this rank's waits if it is known by now that a rank makes another call."""
+        if self.calls is not None and (difference := self.calls.difference()):
+            self._status.end_waits(different_calls(difference))
+
+    def ask(self) -> None:
+        """Raise `GroupBroken` if another rank has reported that it failed."""
+        self.agreement.failure()
+        self.check()
+
+    def holders(self) -> list[Any]:
+        """Who holds memory, and may be open: the channels, and what strategies keep."""
+        return [*self.channels.values(), *self.kept.values()]
+
+    def open_calls(self) -> list[Any]:
+        return [one for one in self.holders() if one.open]
+
+    def guard(self) -> Guard:
+        return Guard(self)
+
+    def break_off(self, error: BaseException) -> None:
+        """Refuse all further calls, on all ranks: `error` has ended one in the middle."""
+        with contextlib.suppress(RuntimeError):  # the device may have failed
+            self.engine.join()  # no push reads memory that the caller frees
+            for one in self.kept.values():
+                if one.open:
+                    one.join()  # nor does a collective beside the caller's stream
+        if not self.agreement.broken and not self._status.mismatch:  # which every rank finds
+            self._report_failure(f"{type(error).__name__}: {error}")
+
+    def _report_failure(self, failure: str) -> None:
+        self.agreement.break_off(failure)
+        if self.calls is not None:
+            self.calls.break_off()  # last: who finds this entry asks for the failure
+
+    def _with_reason(self, failure: str) -> str:
+        """And the likely reason for a signal that did not come."""
+        difference = self.calls.difference() if self.calls is not None else ""
+        reason = self.agreement.failure() or self.agreement.published() or difference
+        return failure if reason in failure else f"{failure} ({reason})"
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether `check` raises: what is open then never ends."""
+        return bool(self._late or self.agreement.broken or self._status.tripped)
+
+    def close(self) -> None:
+        """Give back all memory. Nothing of a call is enqueued any more."""
+        for one in self.holders():
+            one.close()
+        for known in (self.channels, self.kept, self.agreed, self.checked, self.programs):
+            known.clear()
+
+    @property
+    def size_bytes(self) -> int:
+        """Symmetric memory held by this rank, in bytes."""
+        return sum(channel.size_bytes for channel in self.channels.values())
 
 
-@cache
-def _log_bound(seconds: float, given: bool) -> None:
-    why = "FLUX_MEGATRON_TIMEOUT_S" if given else f"{SHARE:g} of the group's timeout"
-    _log.info(f"flux_megatron: a wait for another rank ends after {seconds:g} s ({why})")
+class Guard:
+    """`with space.guard(): ...` makes the workspace's device the current one, and breaks the group
+    off if an error leaves a call open that began inside.
 
-
-def workspaces() -> list[Workspace]:
-    """All workspaces of this process, for reports and checks."""
-    return list(of_groups.values())
-
-
-def living() -> list[Workspace]:
-    """Those whose groups are not destroyed: what has failed in one that is concerns nobody."""
-    return [one for one in workspaces() if not one.listed or is_listed(one.group)]
-
-
-def check() -> None:
-    """Raise `SignalTimeout` if a wait of any call so far ran out of time, `GroupBroken` after a
-    failure in the middle of a call.
-
-    On CUDA this covers the kernels that have finished: before you trust results, call
-    `synchronize`, or this after a synchronisation. Every later call of the group checks too, and
-    nothing is raised of a group that is destroyed.
+    Its pushes would stay in flight, and the other ranks would wait for the rest of the call.
     """
-    for space in living():
-        space.check()
+
+    def __init__(self, space: Workspace) -> None:
+        self._space = space
+
+    def __enter__(self) -> None:
+        self._active = active(self._space.device)
+        self._active.__enter__()
+        self._open = self._space.open_calls()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is not None and self._space.open_calls() != self._open:
+                self._space.break_off(error)
+        finally:
+            self._active.__exit__(None, None, None)
 
 
-def release(group: ProcessGroup | None = None, *, graphs_dropped: bool = False) -> None:
-    """Give back the symmetric memory of `group`, or of all groups, with its buffers.
-
-    Every rank of the group calls it, between two calls; none waits for another, each for its own
-    device. `WorkspaceError`, and nothing is given back, in the middle of a call, in a capture, and
-    after a capture unless `graphs_dropped` says that no graph of before will be replayed. The next
-    call of the group takes memory again and knows the plans of before, unless a call has failed.
-    Groups that are destroyed lose their memory by themselves, at the latest when a call of a new
-    group comes, as what was inside a framework's class does when another group is there. A group
-    that torch does not list keeps it until then. `TypeError` for what is no group.
-    """
-    if group is not None and not isinstance(group, ProcessGroup):
-        expected = "a torch.distributed.ProcessGroup, or None for all, expected"
-        raise TypeError(f"release: group {group!r} given, {expected}")
-    inside = group and unwrapped(group)
-    chosen = [s for s in workspaces() if group is None or s.group is inside or s.given() is group]
-    for space in chosen:
-        if reason := _why_held(space, graphs_dropped):
-            name = name_of(space.group)
-            raise errors.WorkspaceError(f"release: the memory of group {name} is held: {reason}")
-    _give_back(chosen)
+of_groups: dict[ProcessGroup, Workspace] = {}  # `symm.workspaces` fills it
 
 
-def _why_held(space: Workspace, graphs_dropped: bool) -> str | None:
-    """Why the memory cannot be given back now."""
-    if capturing(space.device):
-        return "a CUDA graph is being captured"
-    if space.open_calls() and not space.has_failed:
-        return "a call is in flight; call it between two calls"
-    if not graphs_dropped and any(one.held_by_graph for one in space.holders()):
-        return (
-            "a captured CUDA graph has its addresses; drop the graphs of our calls and pass "
-            "graphs_dropped=True"
-        )
-    return None
-
-
-def _give_back(spaces: list[Workspace]) -> None:
-    for device in {space.device for space in spaces}:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    for space in spaces:
-        group = space.given()
-        if group is not None and not space.has_failed:
-            _agreed_before[group] = space.agreed.copy()
-        of_groups.pop(space.group).close()
-
-
-@atexit.register
-def _let_groups_go() -> None:
-    """Join gloo's threads before the interpreter ends, by dropping the groups.
-
-    A thread that drops the last collective's tensors later aborts the process.
-    """
-    of_groups.clear()  # the device may have failed: nothing waits for it
-    _agreed_before.clear()
-    gc.collect()  # workspaces and channels refer to each other
+def _compare() -> None:
+    """Somebody has rung: some call of some group may be one that this rank waits in."""
+    for space in [*of_groups.values()]:
+        space.compare()

@@ -24,7 +24,7 @@ from flux_megatron import settings
 from flux_megatron.expert_parallel.plans import ExpertEntry, ExpertProblem
 from flux_megatron.overlap import registry
 from flux_megatron.problem import Plan, Problem, Tile
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspaces import workspace
 from flux_megatron.tune_command.rank_processes import rendezvous
 from flux_megatron.tuning import environment, plan_cache, tuner
 from flux_megatron.tuning.plan_entry import Entry

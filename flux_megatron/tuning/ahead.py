@@ -23,7 +23,7 @@ from flux_megatron.kernels.triton_launch import Code
 from flux_megatron.overlap import codes, registry
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.groups import timeout_s
-from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.workspace import Workspace
 from flux_megatron.tuning.environment import sources_digest
 from flux_megatron.tuning.plan_table import (
     LOG2_MOST,

@@ -22,7 +22,7 @@ from flux_megatron.overlap import registry, sequential
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.device import capturing
 from flux_megatron.symm.lasting import lasting
-from flux_megatron.symm.space import Workspace
+from flux_megatron.symm.workspace import Workspace
 from flux_megatron.tuning import ahead, plan_cache, tuner
 from flux_megatron.tuning.plan_entry import Entry
 from flux_megatron.tuning.plan_table import RANGES, PlanTable, raced_as, racers

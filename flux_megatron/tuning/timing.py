@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron.symm import objects, workspace
+from flux_megatron.symm import objects, workspaces
 from flux_megatron.tuning.beside import Load
 
 Candidate = Callable[[], object]
@@ -80,14 +80,14 @@ def race(
             failures[name] = failure
     running = {name: call for name, call in candidates.items() if name not in failures}
     if not running:
-        workspace.check()
+        workspaces.check()
         return Race({}, failures)
     load = None
     if beside:
         alone_us, _ = _slowest(running, group, device, 1, None, gap_s)
         load = Load(group, device, alone_us.max().item(), collective)
     times_us, outlived = _slowest(running, group, device, rounds, load, gap_s, with_host)
-    workspace.check()
+    workspaces.check()
     return Race(
         dict(zip(running, times_us.t().tolist(), strict=True)),
         failures,
@@ -137,7 +137,7 @@ def _warm_up(call: Candidate, group: ProcessGroup, device: torch.device, warmup:
             call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        workspace.check()
+        workspaces.check()
 
     return failure_of(run, group)
 

@@ -25,8 +25,8 @@ from flux_megatron.overlap.transfer import GATHER, SCATTER, WORDS
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.scaling import E4M3, Scaling, result_dtype
 from flux_megatron.symm.channel import Channel
-from flux_megatron.symm.space import Workspace
 from flux_megatron.symm.word_channel import WordChannel
+from flux_megatron.symm.workspace import Workspace
 from flux_megatron.tuning.plan_entry import E, Entry
 from flux_megatron.wgrad import accumulate_wgrad_by_torch
 

@@ -43,7 +43,7 @@ from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.overlap import calls
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Tile
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspaces import workspace
 from flux_megatron.tune_command.measure import joined
 from flux_megatron.tuning import ahead
 from flux_megatron.tuning.trial import Trial

@@ -21,7 +21,7 @@ from ranks import FUSED
 from training_cases import SELECTIVE, UNIFORM, names_of_te
 
 import flux_megatron
-from flux_megatron.symm.workspace import workspaces
+from flux_megatron.symm.workspaces import workspaces
 
 SP = pytest.mark.parametrize("sp", [True, False], ids=["sp", "no sp"])
 RECOMPUTE = {"none": {}, "full": UNIFORM, "selective": SELECTIVE}

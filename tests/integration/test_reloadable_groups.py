@@ -14,7 +14,7 @@ from ranks import FUSED, on_cpu_ranks
 from wrapped_groups import Reloadable
 
 import flux_megatron
-from flux_megatron.symm.workspace import workspaces
+from flux_megatron.symm.workspaces import workspaces
 
 # of torch.distributed, those that such a framework replaces and Megatron calls
 REPLACED = (

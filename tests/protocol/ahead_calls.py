@@ -29,8 +29,8 @@ from flux_megatron.kernels.triton_launch import Code, noted
 from flux_megatron.overlap import library_gemm, registry
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Problem
-from flux_megatron.symm import workspace
-from flux_megatron.symm.space import Workspace
+from flux_megatron.symm import workspaces
+from flux_megatron.symm.workspace import Workspace
 from flux_megatron.tuning import ahead, choice
 from flux_megatron.tuning.plan_table import PlanTable, raced_as, racers, together
 
@@ -144,7 +144,7 @@ def later(world_size: int, hidden: int, qkv: int, fc1: int, ffn: int) -> list[st
     layers = [first, *(replace(first, pattern=one, N=n, K=k) for one, n, k in shapes)]
     found: list[str] = []
     with offline_calls.engine(False):
-        space = workspace.workspace(dist.group.WORLD, torch.device("cpu"))
+        space = workspaces.workspace(dist.group.WORLD, torch.device("cpu"))
         for apart in (False, True):
             space.agreed.clear()
             table = PlanTable(apart=apart)
@@ -179,7 +179,7 @@ def main(path: str) -> None:
         exec(code, vars(importlib.import_module(module)))
     kernels: Counter[str] = Counter()
     with offline_calls.engine(False):
-        space = workspace.workspace(dist.group.WORLD, torch.device("cpu"))
+        space = workspaces.workspace(dist.group.WORLD, torch.device("cpu"))
         written: dict[str, Any] = {"missed": missed(space, kernels), "kernels": kernels}
         if not written["missed"]:
             scaled = [one for given in SCALED for one in compiled_ahead(space, given)]

@@ -94,7 +94,7 @@ from flux_megatron.overlap import calls, fused, library_gemm, low_latency
 from flux_megatron.overlap.calls import InFlight
 from flux_megatron.problem import Plan, Tile, own_fields
 from flux_megatron.scaling import block_shapes
-from flux_megatron.symm import agreement, objects, places, space, workspace
+from flux_megatron.symm import agreement, objects, places, workspace, workspaces
 from flux_megatron.symm import device as devices
 from flux_megatron.symm.cuda_backend import CudaCopyEngine
 
@@ -102,8 +102,8 @@ objects.all_gather = lambda mine, group: [mine] * group.size()
 places.is_fake = lambda group: False  # the pretended rank counts
 CudaCopyEngine.hold = lambda self, *tensors: None  # type: ignore[method-assign]  # it has no stream
 agreement.Agreement._exchange = lambda self, text: [text] * self._world_size  # type: ignore[method-assign]
-space.Workspace.end = lambda self, call: call.channel.end(call)  # type: ignore[method-assign]
-space.capturing = lambda device: torch.cuda.is_current_stream_capturing()
+workspace.Workspace.end = lambda self, call: call.channel.end(call)  # type: ignore[method-assign]
+workspace.capturing = lambda device: torch.cuda.is_current_stream_capturing()
 launch.supports_tensors = lambda dtype, device: None
 launch.sms = lambda device: SMS
 launch.persistent_grid = lambda device, tiles, spare_sms=0: (min(SMS - spare_sms, tiles),)
@@ -345,7 +345,7 @@ def main(path: str) -> None:
             with engine(kind != "python"), torch.set_grad_enabled(call.differentiates):
                 for _ in range(2):
                     enqueued(call)  # the channel is there, kernels are compiled, the call is known
-                for which, channel in workspace.workspaces()[0].channels.items():
+                for which, channel in workspaces.workspaces()[0].channels.items():
                     channel.epoch = FIRST_EPOCHS[which] - 1
                 of_engines[kind] = [enqueued(call) for _ in range(8)]
                 if kind == "native":

@@ -36,7 +36,7 @@ import flux_megatron
 SOURCE = Path(flux_megatron.__file__).parent
 _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
-    "symm.lasting", "symm.signals", "symm.space", "symm.workspace",
+    "symm.lasting", "symm.signals", "symm.workspace", "symm.workspaces",
     "kernels.launch", "kernels.triton_launch", "kernels.descriptors", "kernels.primitives",
     "kernels.word_primitives", "kernels.hopper_primitives",
     "kernels.few_rows.gemv_ar", "kernels.few_rows.ag_gemv",
@@ -261,7 +261,7 @@ class Machine:
         self.workspaces: list = []
         with self._replacing():
             for group in self._groups:
-                space = package.space.Workspace(group, torch.device("cpu"))
+                space = package.workspace.Workspace(group, torch.device("cpu"))
                 space.engine = _copy_stream(package, self)
                 for name in channels:
                     channel = package.channel.Channel(group, space.device, space._status)
@@ -298,8 +298,8 @@ class Machine:
         }
         with (
             mock.patch.multiple(p.channel, devices=SimpleNamespace(allocate=self._allocate)),
-            mock.patch.multiple(p.space, **workspace),
-            mock.patch.object(p.space.Workspace, "_barrier", barrier),
+            mock.patch.multiple(p.workspace, **workspace),
+            mock.patch.object(p.workspace.Workspace, "_barrier", barrier),
             # the scheduler sees what hosts enqueue by a mode of its own
             mock.patch.multiple(p.lasting, _disable_current_modes=nullcontext),
             mock.patch.multiple(p.launch, persistent_grid=self._persistent_grid),

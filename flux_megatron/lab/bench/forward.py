@@ -27,7 +27,7 @@ from flux_megatron.lab.bench.suites import Case
 from flux_megatron.overlap import registry
 from flux_megatron.patterns import COLUMN, Pattern
 from flux_megatron.problem import Problem
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspaces import workspace
 from flux_megatron.tune_command.measure import label
 from flux_megatron.tuning import tuner
 

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from flux_megatron.lab.bench.backward import Backward
 from flux_megatron.lab.bench.candidates import Candidate
 from flux_megatron.lab.bench.forward import Forward
-from flux_megatron.symm import objects, workspace
+from flux_megatron.symm import objects, workspaces
 
 Outcome = tuple[str, list[float], list[float]]  # failure, errors, roundings
 
@@ -71,7 +71,7 @@ def _outcome(
         results = candidate.call()
         if on_gpu:
             torch.cuda.synchronize(experiment.device)
-        workspace.check()
+        workspaces.check()
         shapes = [list(t.shape) for t in reference]
         if [list(r.shape) for r in results] != shapes:
             raise ValueError(f"results {[list(r.shape) for r in results]}, {shapes} expected")

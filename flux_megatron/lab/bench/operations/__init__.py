@@ -22,7 +22,7 @@ from flux_megatron.lab.bench.candidates import replayed
 from flux_megatron.lab.bench.options import OperationOptions
 from flux_megatron.lab.bench.table_run import Run
 from flux_megatron.symm.step_end import synchronize
-from flux_megatron.symm.workspace import release
+from flux_megatron.symm.workspaces import release
 from flux_megatron.tuning.timing import race
 
 GRACE_S = 15

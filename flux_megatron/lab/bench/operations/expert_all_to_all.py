@@ -32,7 +32,7 @@ from flux_megatron.lab.bench.operations.expert_references import Baseline, group
 from flux_megatron.lab.bench.table_run import Run
 from flux_megatron.overlap.operands import LAYOUTS
 from flux_megatron.problem import Plan
-from flux_megatron.symm.workspace import workspace
+from flux_megatron.symm.workspaces import workspace
 
 CHECKED = {"cpu": (24, 16, 20), "cuda": (1088, 512, 1500)}  # ffn, hidden and tokens, verified
 ASK_HOST = ("signalled", "sequential")  # for counts, so their calls cannot be captured
