@@ -206,9 +206,11 @@ def local_shards(
     return x, w, bias
 
 
-def in_memory(pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+def in_memory(
+    pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None, group: ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor | None]:
     try:
-        return memory("x", x), memory("w", w)
+        return memory("x", x), memory("w", w), bias if bias is None else memory("bias", bias)
     except ValueError as error:
         refuse(f"{pattern}: {error}", group, x.device)
 

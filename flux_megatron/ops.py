@@ -28,7 +28,7 @@ from flux_megatron.dispatch import (
 from flux_megatron.overlap import calls, differentiable
 from flux_megatron.overlap.library_gemm import blocks_refused
 from flux_megatron.overlap.low_latency import MOST_ROWS
-from flux_megatron.overlap.operands import awaited, dense, is_plain, local, memory, product
+from flux_megatron.overlap.operands import awaited, dense, is_plain, local, product
 from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.report import note_fallback
 from flux_megatron.problem import Pattern, Plan, plan_text
@@ -191,12 +191,11 @@ def run_ag_gemm(
     """`all_gather_gemm` for callers that need the gathered rows [M, K] too: `consume` borrows them
     and enqueues its reads before it returns.
     """
-    x, w = in_memory(Pattern.AG_GEMM, x, w, group)
+    x, w, bias = in_memory(Pattern.AG_GEMM, x, w, bias, group)
     if agreed_empty(Pattern.AG_GEMM, x, w, group, layout):
         if consume is not None:
             consume(x)
         return product(x, w, layout)
-    bias = bias if bias is None else memory("bias", bias)
     decision = decide(Pattern.AG_GEMM, x, w, bias, group, layout, plan, scaling)
     decision.report_fallback()
     scaling = dense(scaling)
@@ -210,7 +209,7 @@ def _reduced(
     pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt",
     plan: Plan | None = None, scaling: Scaling | None = None,
 ) -> Tensor:  # fmt: skip
-    x, w = in_memory(pattern, x, w, group)
+    x, w, _ = in_memory(pattern, x, w, None, group)
     if agreed_empty(pattern, x, w, group, layout):
         return product(x, w, layout)
     decision, scaling = decide_sum(pattern, x, w, group, layout, plan, scaling)

@@ -37,7 +37,7 @@ def _start(
     pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt",
     plan: Plan | None = None, scaling: Scaling | None = None,
 ) -> calls.InFlight | Done:  # fmt: skip
-    x, w = in_memory(pattern, x, w, group)
+    x, w, _ = in_memory(pattern, x, w, None, group)
     if agreed_empty(pattern, x, w, group, layout):
         return Done(product(x, w, layout))
     decision, scaling = decide_sum(pattern, x, w, group, layout, plan, scaling)
@@ -54,7 +54,7 @@ def start_gather(x: Tensor, w: Tensor, group: ProcessGroup, *, layout: str = "nt
     """Gather x as `run_ag_gemm(x, w, ...)` does, in the background. The result's `complete` gives
     the rows [M, K], borrowed until its `close`.
     """
-    x, w = in_memory(Pattern.AG_GEMM, x, w, group)
+    x, w, _ = in_memory(Pattern.AG_GEMM, x, w, None, group)
     if agreed_empty(Pattern.AG_GEMM, x, w, group, layout):
         return Done(x)
     decision = decide(Pattern.AG_GEMM, x, w, None, group, layout, None)
@@ -71,7 +71,7 @@ def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGro
 
     The strategy of the GEMM+RS also gathers x [M / R, K].
     """
-    dy, w = in_memory(Pattern.GEMM_RS, dy, w, group)
+    dy, w, _ = in_memory(Pattern.GEMM_RS, dy, w, None, group)
     x = memory("x", x)
     if agreed_empty(Pattern.GEMM_RS, dy, w, group, "nn"):
         return Done(x), Done(product(dy, w, "nn"))

@@ -44,6 +44,7 @@ TUNE = ("auto", "on", "met", "off")
 BESIDE = ("auto", "0", "1")
 PREFIX = "FLUX_MEGATRON_"
 
+LONGEST_S = 1e9  # in ns kernels take it in 64 bits
 CACHE = "~/.cache/flux_megatron"
 
 
@@ -90,8 +91,8 @@ def _seconds(name: str, text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f"{name}={text!r}, expected seconds above 0")
+    if not 0 < seconds <= LONGEST_S:
+        raise ValueError(f"{name}={text!r}, expected seconds above 0, at most {LONGEST_S:g}")
     return seconds
 
 

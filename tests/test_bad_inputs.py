@@ -177,8 +177,9 @@ def test_a_new_call_beside_a_known_one_is_reported_to_every_rank(rank, late):
         ({"dtype": torch.int32}, "one floating-point dtype expected"),
         ({"layout": "tn"}, "layout 'tn' given"),
         ({"dtype": torch.float64, "plan": Plan("fused")}, "cannot run: dtype float64"),
+        ({"bias": torch.ones(5).to_sparse()}, "bias with the layout torch.sparse_coo given"),
     ],
-    ids=["shape", "dtype", "layout", "plan"],
+    ids=["shape", "dtype", "layout", "plan", "bias"],
 )
 @on_device_ranks(3, environment=SHORT)
 def test_the_reason_of_a_refusal_is_reported_to_the_others(rank, bad, reason):

@@ -148,7 +148,10 @@ def test_descriptions_of_calls_are_bounded(rank):
     space = workspace(dist.group.WORLD, here())
     for number in range(2 * call_log.ENTRIES):
         space.note(f"call {number}")
-    assert len(space.calls._digests) == call_log.ENTRIES
+    known = space.calls._digests
+    assert len(known) == call_log.ENTRIES
+    oldest, digest = next(iter(known.items()))
+    assert space.calls._describe(digest) == oldest
 
 
 @on_cpu_ranks(2)

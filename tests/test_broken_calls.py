@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, check, fail_in_a_call, forget_programs
 from closeness import assert_exact
-from ranks import DEVICE, FUSED, here, on_device_ranks
+from ranks import DEVICE, FUSED, here, on_cpu_ranks, on_device_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops, settings
@@ -136,6 +136,64 @@ def test_no_memory_for_a_result_ends_no_group(rank, strategy, first):
         rows = 4.0 * (1 if operation is ops.all_gather_gemm else 2)
         assert_exact(y, torch.full(y.shape, rows))
     flux_megatron.confirm_step()
+
+
+@pytest.mark.parametrize("strategy", ["fused", "pipelined", "sequential"])
+@on_device_ranks(2, environment=SHORT)
+def test_no_memory_on_one_rank_mixes_no_rows_of_two_calls(rank, strategy):
+    """It leaves a call out, and its next one has other rows: nobody may take them for those."""
+    group, w = dist.group.WORLD, torch.eye(4, device=DEVICE)
+    plan = Plan(strategy)
+    ops.all_gather_gemm(torch.zeros(6, 4, device=DEVICE), w, group, plan=plan)
+    for batch in range(1, 4):
+        x = torch.full((6, 4), float(batch), device=DEVICE)
+        if batch == 1 and rank == 0:
+            lacks = mock.patch.object(torch.Tensor, "new_empty", _no_memory)
+            with lacks, pytest.raises(torch.OutOfMemoryError):
+                ops.all_gather_gemm(x, w, group, plan=plan)
+            continue
+        try:
+            y = ops.all_gather_gemm(x, w, group, plan=plan)
+            flux_megatron.synchronize()
+        except errors.FluxError as error:
+            said = str(error)
+            break
+        assert_exact(y, torch.full_like(y, batch))
+    assert "a call after one that has failed" in said
+    dist.barrier(dist.new_group([0, 1]))
+
+
+@on_device_ranks(2, environment=SHORT)
+def test_an_interrupt_while_a_call_is_closed_is_reported(rank):
+    """What is open then would never be closed."""
+    call = Case("ag_gemm", 6, 8, 4, plan=Plan("fused"))
+    check(call)
+    if rank == 1:
+        closed = mock.patch.object(Channel, "end_in", side_effect=KeyboardInterrupt)
+        with closed, pytest.raises(KeyboardInterrupt):
+            check(call)
+    else:
+        check(call)
+    dist.barrier()
+    assert "KeyboardInterrupt" in refused(errors.GroupBroken, lambda: check(call))
+    flux_megatron.release()
+    check(call)
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "signalled"])
+@on_cpu_ranks(2, environment=SHORT | {"FLUX_MEGATRON_TIMEOUT_S": "2"})
+def test_a_wait_for_gloo_is_bounded_and_no_release_mends_its_group(rank, strategy):
+    group = dist.new_group([0, 1])
+    call = Case("ag_gemm", 6, 8, 4, plan=Plan(strategy))
+    check(call, group)
+    if rank == 0:
+        with pytest.raises(errors.SignalTimeout, match="rank 0 of group 1 waited 2 s for a coll"):
+            check(call, group)
+    dist.barrier()
+    flux_megatron.release(group)
+    text = refused(errors.GroupBroken, lambda: check(call, group))
+    assert "group 1 cannot be used any more, destroy it and make another: rank 0 failed" in text
+    check(call, dist.new_group([0, 1]))
 
 
 @on_device_ranks(2, environment=SHORT)

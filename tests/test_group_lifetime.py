@@ -183,6 +183,8 @@ def test_a_wait_is_bounded_by_the_groups_timeout_unless_the_variable_says_otherw
     settings.reload()
     minutes = dist.new_group([0, 1], timeout=datetime.timedelta(minutes=50))
     assert groups.timeout_s(minutes) == 2400.0
+    never = dist.new_group([0, 1], timeout=datetime.timedelta(days=10**6))
+    assert groups.timeout_s(never) == 1e9
     with mock.patch.dict("os.environ", FLUX_MEGATRON_TIMEOUT_S="7.5"):
         settings.reload()
         assert groups.timeout_s(minutes) == 7.5

@@ -218,6 +218,7 @@ TOO_LARGE = {"strategy": "fused", "tile": vars(Tile(256, 256, num_stages=4))}
         (changed("plan", "comm_rows", value=True), "entry.plan.comm_rows: True given"),
         (changed("plan", value=3), "entry.plan: 3 given, Plan expected"),
         (changed("plan", "strategy", value=...), "entry.plan: fields .'strategy'. expected"),
+        (changed("problem", "M", value=0), "M 0 given, 1 or more expected"),
         (changed("problem", "pattern", value="gemm"), "'gemm' is not a valid Pattern"),
         (changed("problem", "experts", value=8), "entry.problem: fields .'experts'., which this"),
         (changed("environment", "driver", value=...), "fields .'driver'. expected"),

@@ -50,6 +50,7 @@ def test_every_variable_is_read():
         ("STRICT=yes STRICT= POISON=2 NVTX=on NATIVE=all", "0 or 1"),
         ("TIMEOUT_S=0 TIMEOUT_S=-1 TIMEOUT_S=soon TIMEOUT_S=inf TIMEOUT_S=nan", "seconds above 0"),
         ("TUNE_SECONDS=0 TUNE_SECONDS=long", "seconds above 0"),
+        ("TIMEOUT_S=2e10", r"seconds above 0, at most 1e\+09"),  # kernels count ns in 64 bits
         ("CACHE=~nobody9/x", "a folder: no home folder is known here for ~nobody9"),
     ],
 )

@@ -267,6 +267,8 @@ def test_one_open_call(rank):
     pieces.start_gemm_rs(x, w, dist.group.WORLD, plan=plan)
     with pytest.raises(errors.WorkspaceError, match="another was open"):
         pieces.start_gemm_rs(x, w, dist.group.WORLD, plan=plan)
+    with pytest.raises(errors.WorkspaceError, match="is held: a call is in flight"):
+        flux_megatron.release()
 
 
 def test_a_communicator_for_each_number_of_sms(monkeypatch):

@@ -3,6 +3,7 @@ several at once, and GPUs that share none.
 """
 
 import inspect
+import os
 import random
 import warnings
 from unittest import mock
@@ -104,6 +105,15 @@ def test_a_rank_that_cannot_map_is_named_on_every_rank(rank):
     said = r"ranks cannot share memory: rank 1: \[Errno 13\] denied: '/proc/"
     with pytest.raises(errors.WorkspaceError, match=said):
         call_log(group, torch.device("cpu"))
+
+
+@on_cpu_ranks(2)
+def test_a_rank_without_a_descriptor_is_named_on_every_rank(rank):
+    none_left = {"side_effect": OSError("Too many open files")} if rank else {}
+    makes = mock.patch.object(os, "memfd_create", wraps=os.memfd_create, **none_left)
+    said = "ranks cannot share memory: .*rank 1: 4096 bytes of shared memory: Too many open files"
+    with makes, pytest.raises(errors.WorkspaceError, match=said):
+        cpu_backend.allocate(4096, dist.group.WORLD)
 
 
 def test_what_a_slot_announces_is_described():

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from flux_megatron import settings
+from flux_megatron.errors import FluxError
 from flux_megatron.kernels import triton_launch
 from flux_megatron.overlap import by_c, transfer
 from flux_megatron.overlap.by_c import Lists, Made
@@ -94,11 +95,15 @@ class InFlight:
         self.calls: list[Call] = []
         self.works: list[Any] = []  # collectives that nobody has awaited (`overlap.collectives`)
         self._lists: Lists | None = program.lists
-        if not self._begun_by_c():
-            with space.guard():
-                self._begin()
-        if not program.borrowed:
-            self._end()
+        try:
+            if not self._begun_by_c():
+                with space.guard():
+                    self._begin()
+            if not program.borrowed:
+                self._end()
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _begun_by_c(self) -> bool:
         """In the stream of the last call, with memory that is there; False, and nothing enqueued,
@@ -116,16 +121,18 @@ class InFlight:
                 return self._take_back()
             self.calls.append(channel.begin(False))
         self._make(self._lists.made)
-        try:
-            return self._by_c(self._lists) or self._take_back()
-        except BaseException as error:
-            self._fail(error)
-            raise
+        return self._by_c(self._lists) or self._take_back()
 
     def _fail(self, error: BaseException) -> None:
-        """In the middle of a call, for which other ranks wait whom a collective does not tell."""
-        if self.calls or any(one.open is self for one in self.space.kept.values()):
+        """In the middle of a call other ranks wait for the rest of it. Else none waits if all fail
+        alike, as ranks that lack memory do, so they ask each other before the next call: one that
+        has failed alone would send its next rows to those who wait for these.
+        """
+        is_open = any(call.channel.open for call in self.calls)
+        if is_open or any(one.open is self for one in self.space.kept.values()):
             self.space.break_off(error)
+        elif not isinstance(error, FluxError):
+            self.space.failed_alone = True
 
     def _take_back(self) -> bool:
         for call in self.calls:

@@ -5,6 +5,7 @@ to which another rank does not come.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flux_megatron.symm.groups import name_of
 from flux_megatron.symm.program import CallProgram
 from flux_megatron.symm.steps import Slot
 from flux_megatron.symm.workspace import Workspace
@@ -69,9 +71,14 @@ def wait(work: dist.Work, workspace: Workspace) -> None:
     inference = torch.is_inference_mode_enabled()
     thread = threading.Thread(target=_wait, args=(work, inference, failures), daemon=True)
     thread.start()
+    bound_s = workspace.timeout_ns * 1e-9
+    end = time.monotonic() + bound_s
     thread.join(_LOOK_S)
     while thread.is_alive():
         workspace.check()
+        if time.monotonic() > end:
+            waiter = f"rank {workspace.rank} of group {name_of(workspace.group)}"
+            workspace.end_late(f"{waiter} waited {bound_s:g} s for a collective", half_made=True)
         thread.join(_LOOK_S)
     if failures:
         workspace.check()

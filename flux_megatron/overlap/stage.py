@@ -40,6 +40,7 @@ class Stage:
         self.words = torch.zeros(WORDS, dtype=torch.int32, device=device)  # of `gathered_gemm`
         self.work_counter = torch.zeros(WORK_WORDS, dtype=torch.int32, device=device)
         self.open = None
+        self.on_group = False  # whether collectives of its calls are the group's own
         self.communicators: dict[tuple[int, int], Any] = {}  # by the SMs that they hold, and turn
         self._device = device
         self._captured: dict[int, Tensor] = {}  # tables, by the addresses that graphs know
@@ -117,6 +118,7 @@ def communicator(workspace: Workspace, comm_sms: int, turn: int = 0) -> Any:
     """
     group = workspace.group
     if not comm_sms or workspace.device.type != "cuda":
+        stage_of(workspace).on_group = True
         return group
     own = stage_of(workspace).communicators
     if (comm_sms, turn) not in own:

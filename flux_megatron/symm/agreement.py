@@ -22,6 +22,8 @@ from flux_megatron.symm.groups import is_fake, name_of, store_of, timeout_s
 
 _REFUSED = "refused: "
 _BROKEN = "broken"  # the key of the first failure in the middle of a call
+_RELEASE = " before all its ranks call release()"
+_LOST = ", destroy it and make another"
 _ANSWER = "\x1f"  # ASCII's separator of units: between a question and this rank's answer
 
 
@@ -97,10 +99,12 @@ class Agreement:
             if not self._store.check([f"{self._number}/{self._rank}"]):
                 self._publish(_REFUSED + reason)
 
-    def break_off(self, failure: str) -> None:
-        """Publish that this rank failed in the middle of a call, unless one failed before."""
+    def break_off(self, failure: str, half_made: bool) -> None:
+        """Publish that this rank failed in the middle of a call, unless one failed before;
+        `half_made`: in one of the group's own collectives, behind which it has no other.
+        """
         mine = (
-            f"group {self._name} cannot be used any more before all its ranks call release(): "
+            f"group {self._name} cannot be used any more{_LOST if half_made else _RELEASE}: "
             f"rank {self._rank} failed in the middle of a call: {failure}"
         )
         try:
@@ -114,6 +118,11 @@ class Agreement:
         with contextlib.suppress(RuntimeError):
             self.broken = self.broken or self._read(_BROKEN)
         return self.broken
+
+    @property
+    def lost(self) -> str:
+        """The failure, if no memory that is made anew helps the group, or nothing."""
+        return self.broken if _LOST in self.failure() else ""
 
     def _read(self, key: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else ""

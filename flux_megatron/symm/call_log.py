@@ -80,8 +80,8 @@ class CallLog:
 
     def _describe(self, entry: int) -> str:
         named = {zlib.crc32(text.encode()): text for text in (QUESTION, _BROKEN_OFF)}
-        # a copy: the doorbell's thread asks while the caller's enters new descriptions
-        known = named | {digest: text for text, digest in self._digests.copy().items()}
+        # a copy in one step of C: the doorbell's thread asks while the caller's enters descriptions
+        known = named | {digest: text for text, digest in dict.copy(self._digests).items()}
         return known.get(entry & ((1 << _DIGEST_BITS) - 1), "one that this rank has not made")
 
 

@@ -27,9 +27,9 @@ def allocate(size_bytes: int, group: ProcessGroup) -> SymmetricBuffer:
     ranks in separate containers do not see each other's /proc.
     """
     size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    descriptor = os.memfd_create("flux_megatron")
-    problem = ""
+    descriptor, problem = -1, ""
     try:  # reserve the pages: the first write to a missing page would kill the process
+        descriptor = os.memfd_create("flux_megatron")
         os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:
         problem = f"{size_bytes} bytes of shared memory: {error}"
@@ -40,7 +40,8 @@ def allocate(size_bytes: int, group: ProcessGroup) -> SymmetricBuffer:
     except (OSError, ValueError) as error:  # ValueError: the other rank's is too short
         problem = problem or str(error)
     problems = objects.all_gather(problem, group)
-    os.close(descriptor)  # all ranks have mapped it
+    if descriptor >= 0:
+        os.close(descriptor)  # all ranks have mapped it
     if any(problems):
         listed = "; ".join(f"rank {r}: {text}" for r, text in enumerate(problems) if text)
         raise errors.WorkspaceError(f"ranks cannot share memory: {listed}")

@@ -110,4 +110,4 @@ def timeout_s(group: ProcessGroup) -> float:
     options = (group._get_backend(device).options for device in group._device_types)
     known = (one._timeout for one in options if one is not None)  # `fake` has none
     own = min(known, default=dist.constants.default_pg_timeout)
-    return SHARE * own.total_seconds()
+    return min(SHARE * own.total_seconds(), settings.LONGEST_S)

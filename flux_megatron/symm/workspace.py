@@ -12,7 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed import ProcessGroup
@@ -66,6 +66,7 @@ class Workspace:
         self._doorbells = [place.doorbell for place in ranks]
         self.unavailable = why_unavailable(ranks, group) or why_not_shared(group, device)
         self.calls = None if self.unavailable else call_log(group, device)
+        self.failed_alone = False  # unless the other ranks have failed too: the next call asks
         self._late = ""  # the wait that ran out of time, with its likely reason
         self._status = Status(device, limit_s)
         self.channels: dict[str, Channel] = {}
@@ -128,6 +129,9 @@ class Workspace:
 
     def note(self, description: str) -> None:
         """Record a call; `ProblemMismatch` if a rank is seen to make another one."""
+        if self.failed_alone:
+            self.failed_alone = False
+            self.agreement.confirm("a call after one that has failed")
         if self.calls is None:
             return
         try:
@@ -150,13 +154,17 @@ class Workspace:
     def _explain_end_of_waits(self) -> None:
         """Raise what has ended the waits of the group, as its record says."""
         if late := self._status.late():
-            self._late = self._with_reason(late)
-            self._report_failure(f"SignalTimeout: {self._late}")
-            raise errors.SignalTimeout(self._late)
+            self.end_late(late)
         if refused := self._status.refused():
             raise errors.CapacityExceeded(refused)
         if mismatch := self._status.mismatch:
             raise errors.ProblemMismatch(self._with_reason(mismatch))
+
+    def end_late(self, waited: str, *, half_made: bool = False) -> NoReturn:
+        """A wait of this rank has run out of time; `half_made`: in a collective of the group."""
+        self._late = self._with_reason(waited)
+        self._report_failure(f"SignalTimeout: {self._late}", half_made)
+        raise errors.SignalTimeout(self._late)
 
     def compare(self) -> None:
         """End this rank's waits if it is known by now that a rank makes another call."""
@@ -186,10 +194,11 @@ class Workspace:
                 if one.open:
                     one.join()  # nor does a collective beside the caller's stream
         if not self.agreement.broken and not self._status.mismatch:  # which every rank finds
-            self._report_failure(f"{type(error).__name__}: {error}")
+            half_made = any(one.open and one.on_group for one in self.kept.values())
+            self._report_failure(f"{type(error).__name__}: {error}", half_made)
 
-    def _report_failure(self, failure: str) -> None:
-        self.agreement.break_off(failure)
+    def _report_failure(self, failure: str, half_made: bool) -> None:
+        self.agreement.break_off(failure, half_made)
         if self.calls is not None:
             self.calls.break_off()  # last: who finds this entry asks for the failure
 

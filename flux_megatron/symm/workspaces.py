@@ -25,6 +25,7 @@ from flux_megatron.versions.triton import TRITON
 _log = logging.getLogger(__name__)
 # by what callers give
 _agreed_before: WeakKeyDictionary[ProcessGroup, dict[Hashable, Any]] = WeakKeyDictionary()
+_lost: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()  # and why: nothing helps these
 
 
 def workspace(group: ProcessGroup, device: torch.device) -> Workspace:
@@ -33,6 +34,8 @@ def workspace(group: ProcessGroup, device: torch.device) -> Workspace:
     found = of_groups.get(inside)
     if found is None:
         _give_back(_ended(given(group)))
+        if lost := _lost.get(inside):
+            raise errors.GroupBroken(lost)
         warn_of_untested(TORCH, TRITON)
         with active(device):
             found = Workspace(inside, device)
@@ -106,6 +109,7 @@ def release(group: ProcessGroup | None = None, *, graphs_dropped: bool = False) 
         if reason := _why_held(space, graphs_dropped):
             name = name_of(space.group)
             raise errors.WorkspaceError(f"release: the memory of group {name} is held: {reason}")
+    _lost.update({space.group: lost for space in chosen if (lost := space.agreement.lost)})
     _give_back(chosen)
 
 

@@ -80,6 +80,8 @@ class Entry(AnyEntry):
     problem: Problem
 
     def why_not(self) -> str | None:
+        if self.problem.M < 1:
+            return f"M {self.problem.M} given, 1 or more expected"
         return registry.why_not(self.problem, self.plan)
 
 
