@@ -12,7 +12,7 @@ from compiled_apart import compiled_by
 from flux_megatron.versions.triton import TRITON
 
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(900),  # all is compiled, beside other tests
     pytest.mark.skipif(not TRITON.since("3.6"), reason="this Triton has no Gluon for Hopper"),
     pytest.mark.skipif(not fake_driver.compiler(), reason="no C compiler"),
     pytest.mark.skipif(torch.version.cuda is not None, reason="this torch loads a driver itself"),
