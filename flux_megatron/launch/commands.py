@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -51,9 +52,9 @@ def launch(
     elif not here:
         typer.echo(f"wrote {prepared.write()}: start it with sbatch")
     elif code := prepared.run_here(typer.echo):
-        again = "--resume --local" + "".join(f" --set {text}" for text in set_ or ())
-        run = prepared.options.run
-        typer.echo(
-            f"go on with: flux-megatron launch {experiment} --run-dir {run} {again}", err=True
-        )
+        again = ["flux-megatron", "launch", experiment, "--run-dir", str(prepared.options.run)]
+        again += ["--resume", "--local"]
+        again += [word for text in set_ or () for word in ("--set", text)]
+        again += [word for text in arm or () for word in ("--arm", text)]
+        typer.echo(f"go on with: {shlex.join(again)}", err=True)
         raise typer.Exit(code)

@@ -14,6 +14,7 @@ from flux_megatron import config_files, machine, option_values
 from flux_megatron.launch import experiment, run_folder, scripts, site
 from flux_megatron.launch.errors import LaunchError
 from flux_megatron.launch.experiment import Experiment
+from flux_megatron.launch.run_folder import Given
 from flux_megatron.launch.scripts import RunOptions
 from flux_megatron.launch.workload import Arm
 from flux_megatron.versions import megatron_core
@@ -34,6 +35,7 @@ class Prepared:
 
     experiment: Experiment
     options: RunOptions
+    given: Given
     resume: bool
     files: dict[str, dict[Arm, dict[str, str]]]
     started: list[str]
@@ -64,7 +66,7 @@ class Prepared:
         option_values.folder("--run-dir", run)
         with option_values.writing("--run-dir", run):
             for one, arms in self.files.items():
-                run_folder.write(run / one, self.experiment, arms)
+                run_folder.write(run / one, self.experiment, self.given, arms)
             option_values.replace(run / scripts.JOB.name, scripts.JOB.read_text())
             option_values.replace(run / "job.sbatch", self.job)
         return run / "job.sbatch"
@@ -140,24 +142,32 @@ def prepare(
     """
     values = config_files.overrides(overrides, experiment.EXAMPLE)
     run = option_values.absolute(run or Path("runs") / experiment.find(name)[0])
+    given = Given(
+        checkout=option_values.absolute(checkout) if checkout else None,
+        data=tuple(map(_absolute, data)),
+        save_interval=save_interval,
+        site=site_file.absolute() if site_file else None,
+        env=tuple(variables),
+    )
     if resume:
         first, rounds = _resumed(run, rounds)
         kept = experiment.load(name, values, tuple(run_folder.read(first).arms))
         run_folder.refuse_other(first, kept)
+        given = run_folder.resumed(first, given)
     else:
         kept = experiment.load(name, values, arms)
         if rounds is not None and rounds > MOST_ROUNDS:
             why = "each trains every arm anew, in one job"
             raise LaunchError(f"--alternate {rounds} given, at most {MOST_ROUNDS} expected: {why}")
         rounds = (ROUNDS if len(kept.arms) > 1 else 0) if rounds is None else rounds
-    if save_interval is None:  # none of Megatron's, which may be terabytes
+    if (save_interval := given.save_interval) is None:  # none of Megatron's, which may be terabytes
         steps = next(iter(kept.arms.values())).training.steps
         save_interval = max(1, steps // 10) if kept.program == "train" else 0
     options = RunOptions(
         run=run,
-        site=site.load(site_file, sbatch_options, variables),
-        checkout=option_values.absolute(checkout) if checkout else None,
-        data=tuple(map(_absolute, data)),
+        site=site.load(given.site, sbatch_options, given.env),
+        checkout=given.checkout,
+        data=given.data,
         save_interval=save_interval,
     )
     _check_options(kept, options)
@@ -168,7 +178,7 @@ def prepare(
     these = experiment.chosen(arms, [*kept.arms])
     started = [str(Path(one, arm)) for one in files for arm in these]
     job = scripts.job(kept, options, started, resume)
-    return Prepared(kept, options, resume, files, started, job)
+    return Prepared(kept, options, given, resume, files, started, job)
 
 
 def _check_options(kept: Experiment, options: RunOptions) -> None:

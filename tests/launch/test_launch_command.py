@@ -104,6 +104,29 @@ def test_resumed_run_has_the_same_values_but_more_steps(tmp_path):
         assert {arm: w.training.steps for arm, w in kept.items()} == {"megatron": 40, "flux": 40}
 
 
+def test_resumed_run_goes_on_with_what_it_was_given(tmp_path, monkeypatch):
+    """Else it would train on other data, or anew without its checkpoints."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.idx").touch()
+    (tmp_path / "site.yaml").write_text("python: /opt/python\n")
+    begun = ("--data-path", "text", "--site", "site.yaml", "--megatron-lm", checkout(Path("it's")))
+    launch(GPT, "--run-dir", "run", *begun, "--save-interval", 5, "--env", "A=b c", "--env", "B=")
+    resume = (GPT, "--run-dir", tmp_path / "run", "--resume")
+    script = tmp_path / "run" / "round-2" / "flux" / "command.sh"
+    before = script.read_text()
+    assert "--load" in before
+    monkeypatch.chdir("/")
+    launch(*resume)
+    assert script.read_text() == before
+    for value in ("c", "d", "c"):
+        launch(*resume, "--env", f"A={value}")
+        launch(*resume)
+        assert script.read_text() == before.replace("'A=b c'", f"A={value}")
+    refused = launch(*resume, "--data-path", tmp_path, code=2)
+    said = f"cannot be resumed with other data: --data-path {tmp_path}/text -> {tmp_path}"
+    assert said in refused
+
+
 # the options that begin a run, and the rounds that it has
 BEGUN = [
     ((), 2),
@@ -333,7 +356,7 @@ def local(tmp_path):
         program.write_text(f'#!/bin/bash\ncase "$*" in *doctor*) exit 0 ;; esac\n{python}')
         program.chmod(0o755)
         site.write_text(f"python: {program}\n")
-        return "cpu/tiny", "--local", "--run-dir", tmp_path / "run", "--site", site
+        return "cpu/tiny", "--local", "--run-dir", tmp_path / "a run", "--site", site
 
     return options
 
@@ -343,15 +366,17 @@ def test_local_run_stops_at_the_first_failure(tmp_path, monkeypatch, local):
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")  # salloc's
     fails = 'case "$*" in *"/flux/train.yaml"*) exit 5 ;; esac'
     options = local(f'echo "$*" ${{SLURM_JOB_NUM_NODES-}} >>{tmp_path}/calls\n{fails}\n')
-    assert "arm round-1/flux: start ended with code 5" in launch(*options, code=5)
+    output = launch(*options, "--set", "training.steps= 9", code=5)
+    assert "arm round-1/flux: start ended with code 5" in output
     first, second = (tmp_path / "calls").read_text().splitlines()
     assert "--nnodes=1 --nproc-per-node=4 " in first
     assert "--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 " in first
-    assert second.endswith("/run/round-1/flux/train")
-    launch(*options, "--resume", "--arm", "megatron")
+    assert second.endswith("/a run/round-1/flux/train")
+    go_on = shlex.split(output.partition("go on with: flux-megatron launch ")[2])
+    launch(*go_on, "--arm", "megatron")
     calls = (tmp_path / "calls").read_text().splitlines()[2:]
     assert [call.partition("--out ")[2].removeprefix(str(tmp_path)) for call in calls] == [
-        f"/run/round-{one}/megatron/train --resume" for one in (1, 2)
+        f"/a run/round-{one}/megatron/train --resume" for one in (1, 2)
     ]
 
 

@@ -83,7 +83,7 @@ def write(file: Path, text: str) -> Path:
 
 def run_folder_of(folder: Path, experiment: Experiment) -> Path:
     """What `launch` writes before anything runs, less the scripts."""
-    run_folder.write(folder, experiment, {})
+    run_folder.write(folder, experiment, run_folder.Given(), {})
     return folder
 
 
