@@ -22,6 +22,8 @@ from typing import Dict, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
 
 EVENTS = {signal.SIGUSR1, signal.SIGCHLD}
 GRACE_S = 60  # for ranks that hang to write where they are
+DOCTOR_S = 600  # for all nodes, from before their containers start
+TIMED_OUT = 124  # of `timeout`
 
 
 class Settings(NamedTuple):
@@ -58,12 +60,13 @@ class Job:
                 fail(2, f"{folder} was started before: launch it with --resume to continue")
             if (folder / "done").exists():
                 continue
-            code = exit_code(child(self.on_each_node(arm, "doctor")).wait())
-            if code:
-                fail(code, "a node is not fit to start: see above")
-            if not examined:
+            if not examined:  # before the doctor, for which a node without its GPUs ends the job
                 self.examine(arm)
                 examined = True
+            code = self.ask(DOCTOR_S, arm, "doctor")
+            if code:
+                said = f"no answer in {DOCTOR_S} s" if code == TIMED_OUT else "see above"
+                fail(code, f"a node is not fit to start: {said}")
             if signal.SIGUSR1 in signal.sigpending():
                 self.leave(0)
             self.train(arm)
@@ -78,6 +81,11 @@ class Job:
             "bash", str(self.run / arm / "command.sh"), *mode,
         ]  # fmt: skip
 
+    def ask(self, bound_s: float, arm: str, *mode: str) -> int:
+        """The exit code of a mode on every node, `TIMED_OUT` where it does not end in time."""
+        bounded = ["timeout", "--kill-after=10", str(bound_s)]
+        return exit_code(child(bounded + self.on_each_node(arm, *mode)).wait())
+
     def examine(self, arm: str) -> None:
         """Every node looks at its GPUs and links, and writes what it finds into a file of its name.
 
@@ -89,8 +97,7 @@ class Job:
             return
         verdicts = self.run / "preflight" / f"{self.id}-{self.restarts}"
         verdicts.mkdir(parents=True, exist_ok=True)
-        bounded = ["timeout", "--kill-after=10", str(2 * self.settings.preflight_s)]
-        child(bounded + self.on_each_node(arm, "preflight", str(verdicts))).wait()
+        self.ask(2 * self.settings.preflight_s, arm, "preflight", str(verdicts))
         if not any((verdicts / node).exists() for node in self.nodes):
             fail(1, "no node could be examined: see above")
         found = {node: text(verdicts / node, "unfit: no verdict, see above") for node in self.nodes}

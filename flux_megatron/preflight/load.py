@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 from flux_megatron.preflight.finding import Finding, NotChecked, Status, output_of
@@ -18,6 +19,9 @@ def examine(gpus: int, allreduce_gbps: float | None, sm_mhz: int | None) -> Iter
         if least is None:
             yield Finding("not checked", f"{name}: the cluster's file expects no figure")
     if allreduce_gbps is None and sm_mhz is None:
+        return
+    if find_spec("torch") is None:  # on no node, which the doctor says
+        yield Finding("not checked", "all-reduce and SM clocks: no torch")
         return
     try:
         reached = _reached(gpus)

@@ -105,10 +105,15 @@ def test_it_runs_where_python_is_old_and_nothing_is_installed():
     assert modules <= sys.stdlib_module_names - {"__future__", "dataclasses"}  # of 3.7
 
 
-def test_arms_are_trained_in_turn_and_once(slurm, capsys):
+def test_arms_are_trained_in_turn_and_once(slurm, capsys, monkeypatch):
     slurm.does = {"doctor": "exit 4"}
     assert slurm.ends() == 4
     assert "a node is not fit to start: see above" in capsys.readouterr().err
+    slurm.does = {"doctor": "exec sleep 9"}
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "DOCTOR_S", 1)
+        assert slurm.ends() == job.TIMED_OUT
+    assert "a node is not fit to start: no answer in 1 s" in capsys.readouterr().err
     assert slurm.trained == []
     slurm.does = {}
     for restarts, code in ((0, 0), (1, 0), (0, 2)):  # the last one is submitted twice
@@ -151,11 +156,12 @@ def test_a_cancelled_job_stays_cancelled(slurm):
 
 @pytest.mark.parametrize(("before", "after"), [("(null)", "cpu2"), ("cpu[7-9]", "cpu[7-9],cpu2")])
 def test_an_unfit_node_is_excluded_beside_others(slurm, before, after, capsys):
+    """Although its doctor would end the job, as that of a node that lacks a GPU does."""
     slurm.excluded, verdicts = before, slurm.run / "preflight" / "10007-0"
     slurm.does["preflight"] = "exec sleep 60"
     assert slurm.ends(preflight_s=0.1) == 1
     assert "no node could be examined" in capsys.readouterr().err
-    slurm.does = {}
+    slurm.does = {"doctor": "exit 1"}
     (verdicts / "cpu1").write_text("fit; not checked: clocks\n")
     assert slurm.ends(preflight_s=1) == 1
     # of a job that waits, not of one that runs
@@ -165,6 +171,7 @@ def test_an_unfit_node_is_excluded_beside_others(slurm, before, after, capsys):
                  "unfit nodes: cpu2", f"queued again without {after}"):  # fmt: skip
         assert f" {line}\n" in said
     (verdicts / "cpu2").write_text("fit\n")
+    slurm.does = {}
     assert slurm.ends(preflight_s=1) == 0
 
 

@@ -125,6 +125,8 @@ def test_load_that_fails_or_is_not_expected(monkeypatch):
     monkeypatch.setattr(load, "_reached", fails)
     assert [f.status for f in load.examine(2, 230, None)] == ["not checked", "unfit"]
     assert [f.status for f in load.examine(2, None, None)] == ["not checked", "not checked"]
+    monkeypatch.setattr(load, "find_spec", lambda name: None)
+    assert [f.status for f in load.examine(2, 230, 1200)] == ["not checked"]
 
 
 def test_commands_are_bounded():

@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 # Ranks of a node: the first node's write rows, a log and a checkpoint, as `flux-megatron train`
-# does. A fault is an order for one arm: to crash or to hang at step 3, so many times.
+# does. A fault is an order for one arm: to crash or to hang at step 3, so many times. On an unfit
+# node the doctor fails.
 PYTHON = f"""
 case "$*" in
-"-m flux_megatron.doctor "*) exit 0 ;;
+"-m flux_megatron.doctor "*) [ ! -e "$WORK/ecc-$SLURMD_NODENAME" ]; exit ;;
 "-m flux_megatron.preflight "*) exec {sys.executable} "$@" ;;
 esac
 for word; do
