@@ -17,6 +17,7 @@ from flux_megatron import doctor, lab_commands, settings
 from flux_megatron.command_errors import EXTRAS
 from flux_megatron.doctor import Finding, Wanted, calls, examine, machine, packages
 from flux_megatron.errors import BadInput
+from flux_megatron.integration import parser_signature
 from flux_megatron.kernels.hopper import gemm as hopper_gemm
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.symm import enqueue
@@ -64,6 +65,7 @@ def test_packages_of_the_laboratory_are_for_where_it_is(monkeypatch, installed, 
 def test_missing_gpus_stop_a_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    monkeypatch.setattr(machine, "_links", lambda count: ())
     assert "2 x NVIDIA H200; 4 expected" in run("--gpus", "4", code=1)
     assert "4 expected" not in run("--gpus", "2")
 
@@ -238,6 +240,24 @@ def test_failing_probe_does_not_silence_the_others(monkeypatch):
     python, failed, triton = examine(Wanted())
     assert (python.status, triton.subject) == ("ok", "triton")
     assert (failed.status, failed.text) == ("note", "not examined: OSError('no such device')")
+
+
+@pytest.mark.parametrize(
+    ("room", "probe", "wanted"),
+    [(torch.cuda, "get_device_name", ("--gpus", "1")),
+     (parser_signature, "releases", ("--megatron-lm", "x"))],
+)  # fmt: skip
+def test_a_demand_that_cannot_be_examined_is_not_met(monkeypatch, room, probe, wanted):
+    """As where a GPU is lost, or a file system."""
+
+    def lost(*_: object) -> None:
+        raise RuntimeError("it is lost")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(room, probe, lost)
+    shown = "not examined: RuntimeError('it is lost')"
+    assert shown in run(*wanted, "--quiet", code=1)
+    assert shown not in run("--quiet")
 
 
 def test_ranks_that_cannot_open_each_others_memory_are_reported(monkeypatch):

@@ -16,7 +16,7 @@ from typing import Any
 from flux_megatron import option_values
 from flux_megatron.command_errors import Parser
 from flux_megatron.doctor import calls, machine, packages
-from flux_megatron.doctor.finding import Finding, Wanted, gpus_seen
+from flux_megatron.doctor.finding import Finding, Status, Wanted, gpus_seen
 from flux_megatron.errors import BadInput
 from flux_megatron.versions import megatron_core
 
@@ -94,13 +94,17 @@ def main(arguments: Sequence[str] | None = None, here: Path | None = None) -> in
 
 
 def examine(wanted: Wanted) -> Iterator[Finding]:
-    """The findings of all probes, in the order in which one would repair."""
+    """The findings of all probes, in the order in which one would repair. One that fails leaves
+    open whether a run can start, which is too little of what was demanded.
+    """
+    demanded = {"gpus": wanted.gpus, "megatron": wanted.checkout}
     for probe in PROBES:
         try:
             yield from probe(wanted)
         except Exception as error:  # noqa: PERF203, the other probes are to speak
             subject = probe.__name__.replace("_", " ")
-            yield Finding(subject, "note", f"not examined: {error!r}")
+            status: Status = "missing" if demanded.get(subject) else "note"
+            yield Finding(subject, status, f"not examined: {error!r}")
 
 
 def check_script(script: Path) -> None:

@@ -10,13 +10,15 @@ from typing import Literal
 
 from flux_megatron.versions.library import Library
 
+Status = Literal["ok", "note", "missing"]
+
 
 @dataclass(frozen=True)
 class Finding:
     """`missing` keeps a training run from starting, a `note` does not; `remedy` is what to do."""
 
     subject: str
-    status: Literal["ok", "note", "missing"]
+    status: Status
     text: str
     remedy: str = ""
 

@@ -34,11 +34,15 @@ UNKNOWN = ("[N/A]", "N/A", "[Not Supported]", "")
 
 
 def examine(count: int, link: str) -> Iterator[Finding]:
-    """All queries; one without an answer is `not checked`."""
+    """All queries; one without an answer is `not checked`, for a driver may not know it."""
     if shutil.which(SMI) is None:
         yield Finding("not checked", f"errors, links and clocks of GPUs: no {SMI}")
         return
-    yield from _guarded("GPUs", partial(_count, count))
+    try:
+        yield from _count(count)
+    except NotChecked as error:  # which every driver knows: it hangs, or has lost a GPU
+        yield Finding("unfit", f"GPUs: {error}")
+        return
     for field, (sound, meaning) in {**MEMORY, **HELD}.items():
         yield from _guarded(meaning, partial(_field, field, sound, meaning))
     if link == "nvlink":

@@ -84,7 +84,12 @@ def test_unfit_node_says_why(smi, case):
     assert expected in found
 
 
-@pytest.mark.parametrize("question", SOUND)
+def test_a_driver_that_does_not_count_its_gpus_makes_a_node_unfit(smi):
+    smi({"index": None})
+    assert [*gpus.examine(2, "nvlink")] == [Finding("unfit", "GPUs: exit code 2")]
+
+
+@pytest.mark.parametrize("question", [*SOUND][1:])
 def test_what_cannot_be_asked_is_not_passed(smi, question):
     smi({question: None})
     assert len(of("not checked")) == 1
