@@ -92,6 +92,12 @@ ROWS = [
     (f"{TUNE_MODEL} {EXPERTS} --experts 4 --topk 2 --ep 1", "--ep 1 given, at least 2 expected"),
     (f"{TUNE_MODEL} {EXPERTS} --experts 4", "--experts needs --topk too"),
     (f"{TUNE_MODEL} --experts 4 --kv-heads 4", "--kv-heads given with --experts"),
+    (f"{TUNE_MODEL} --suite gpt3-175b --ep 4", "--ep given without --experts"),
+    (
+        f"{TUNE_MODEL} --experts 4 --suite x --tp 2 --M 8 --scale 2 --out x "
+        "--no-sequence-parallel --with-nccl-load",
+        "--suite, --tp, --M, --scale, --out, --no-sequence-parallel, --with-nccl-load given with",
+    ),
     (f"{TUNE_MODEL} word", "'word' given, Megatron's arguments behind -- expected"),
     (f"{TUNE_MODEL} -- --hidden-size 64", "--num-attention-heads expected", "'--hidden-size 64'"),
     (f"{TUNE_MODEL} -- --hidden-size x", "--hidden-size: 'x' given, a whole number above 0"),

@@ -77,7 +77,9 @@ def tune(
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Of a micro-batch, on each expert-parallel rank")
     ] = None,
-    ep: Annotated[int, typer.Option(help="Expert-parallel ranks, at least 2")] = 2,
+    ep: Annotated[
+        int | None, typer.Option(help="Expert-parallel ranks, at least 2, which is the default")
+    ] = None,
     gated: Annotated[
         bool, typer.Option("--gated", help="An expert's first GEMM is twice as wide")
     ] = False,
@@ -86,15 +88,18 @@ def tune(
     from flux_megatron.tune_command import request
 
     of_model = {
+        "--suite": suite, "--tp": tp, "--M": M, "--scale": scale, "--out": out,
+        "--no-sequence-parallel": None if sequence_parallel else True,
+        "--with-nccl-load": beside or None,
         "--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim, "--vocab": vocab,
         "--swiglu": swiglu or None, "arguments behind --": arguments or None,
     }  # fmt: skip
-    of_experts = {"--topk": topk, "--tokens": tokens, "--gated": gated or None}
+    of_experts = {"--topk": topk, "--tokens": tokens, "--ep": ep, "--gated": gated or None}
     _refuse(of_model if experts is not None else of_experts, experts is not None)
     if experts is not None:
         sizes = {"--hidden": hidden, "--ffn": ffn, "--topk": topk, "--tokens": tokens}
         _tune_experts(
-            experts, sizes, ep, gated, dtype or "bfloat16", device, again,
+            experts, sizes, 2 if ep is None else ep, gated, dtype or "bfloat16", device, again,
             cuda_max_connections,
         )  # fmt: skip
         return
