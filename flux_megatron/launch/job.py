@@ -53,6 +53,7 @@ class Job:
         self.before = self.progress()
 
     def train_all(self) -> None:
+        self.take_run()
         examined = False
         for arm in self.settings.arms:
             folder = self.run / arm
@@ -70,6 +71,14 @@ class Job:
             if signal.SIGUSR1 in signal.sigpending():
                 self.leave(0)
             self.train(arm)
+
+    def take_run(self) -> None:
+        """Two jobs would write the same checkpoints: the later one ends."""
+        file = self.run / "job"
+        other = text(file, self.id)
+        if other != self.id and field("job", other, "JobState") == "RUNNING":
+            fail(2, f"job {other} trains {self.run}: cancel it to go on with job {self.id}")
+        file.write_text(f"{self.id}\n")
 
     def on_each_node(self, arm: str, *mode: str) -> List[str]:
         """Runs a mode of the arm's command.sh on every node, in the arm's container."""

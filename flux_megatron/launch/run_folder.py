@@ -1,7 +1,7 @@
 """The folder of a launched experiment; whoever reads results begins with its `experiment.json`.
 
 docs/cluster.md lists what is in it. Where arms alternate, as several do by default, RUN/round-N/
-holds all of it for each round but job.sbatch, cache/ and preflight/.
+holds all of it for each round but job.sbatch, job, cache/ and preflight/.
 """
 
 from __future__ import annotations

@@ -122,6 +122,18 @@ def test_arms_are_trained_in_turn_and_once(slurm, capsys, monkeypatch):
     assert f"{FIRST} was started before: launch it with --resume" in capsys.readouterr().err
 
 
+def test_a_run_that_another_job_trains_is_left_to_it(slurm, capsys):
+    (slurm.run / "job").write_text("10006\n")
+    assert slurm.ends(mode="resume") == 2
+    assert f"job 10006 trains {slurm.run}: cancel it to go on" in capsys.readouterr().err
+    assert slurm.trained == []
+    slurm.state = "COMPLETED"
+    assert slurm.ends(mode="resume") == 0
+    slurm.state = "RUNNING"
+    assert slurm.ends(1) == 0  # the same job
+    assert len(slurm.trained) == 2
+
+
 def test_every_requeue_resumes_what_had_started(slurm):
     slurm.does = {"start": "exit 7", "resume": "kill -9 $$"}
     assert [slurm.ends(restarts) for restarts in (1, 2, 3)] == [7, 137, 137]
