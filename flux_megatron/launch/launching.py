@@ -183,7 +183,7 @@ def prepare(
 
 def _check_options(kept: Experiment, options: RunOptions) -> None:
     """`LaunchError` for a site without an image of an arm, whose options do not fit the experiment,
-    and for a folder of text that is not there; a container may have another one.
+    and for a folder of text that is not there, as a container may have another one, or not alone.
     """
     container = options.site.container
     if missing := [arm for arm in kept.arms if container and not container.image_of(arm)]:
@@ -193,6 +193,9 @@ def _check_options(kept: Experiment, options: RunOptions) -> None:
     absent = [path for path in options.data if not Path(path).is_dir()]
     if kept.program == "train" and absent and container is None:
         raise LaunchError(f"--data-path {absent[0]} given, a folder of text files expected")
+    if kept.program == "train" and len(options.data) > 1:
+        given = " ".join(f"--data-path {path}" for path in options.data)
+        raise LaunchError(f"{given} given, one folder of text files expected for program train")
     scripts.check_options(options.site, kept.cluster)
 
 

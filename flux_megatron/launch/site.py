@@ -7,6 +7,7 @@ the checkout and the data at their own paths.
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -49,9 +50,15 @@ class Container(BaseModel):
         return self.images.get(arm, self.image)
 
     def words(self, arm: Arm, folders: Iterable[Path]) -> list[str]:
-        """Further options of srun. The site's mount of a folder replaces ours."""
+        """Further options of srun. The site's mount of a folder replaces ours. `LaunchError` for a
+        folder that pyxis cannot mount.
+        """
         given = {mount.split(":")[0]: mount for mount in self.mounts}
-        mounted = given | {one: one for one in map(str, folders) if one not in given}
+        ours = [str(folder) for folder in folders]
+        if wrong := [one for one in ours if re.search(r"[:,\s]", one)]:
+            expected = "a folder without colon, comma and white space expected where a container is"
+            raise LaunchError(f"{wrong[0]!r} given, {expected}")
+        mounted = given | {one: one for one in ours if one not in given}
         mounts = ",".join(one if ":" in one else f"{one}:{one}" for one in mounted.values())
         image = str(self.image_of(arm))
         # a name, the same for arms of one image: doctor, preflight and ranks share the container

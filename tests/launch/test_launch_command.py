@@ -215,6 +215,12 @@ def test_wrong_options_are_refused(options, tmp_path, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
+def test_program_train_reads_one_folder_of_text():
+    two = ("--data-path", "/", "--data-path", "/tmp")
+    refused = launch("cpu/tiny", "--dry-run", *two, code=2)
+    assert "--data-path / --data-path /tmp given, one folder of text files expected" in refused
+
+
 def test_a_printed_launch_says_that_the_checkout_is_not_given(tmp_path):
     said = "# path/to/Megatron-LM stands for what --megatron-lm names: none given\n"
     assert said in launch(GPT, "--dry-run")
@@ -326,6 +332,9 @@ def test_a_container_sees_what_the_ranks_need_and_arms_may_have_their_own(tmp_pa
     (tmp_path / "site.yaml").write_text("python: /opt/python\ncontainer: {image: a}")
     output = launch(GPT, "--dry-run", "--site", tmp_path / "site.yaml")
     assert "\n    /opt/python\n)\n" in output
+    for name in ("a run", "a,b", "a:b"):
+        options = ("--dry-run", "--run-dir", tmp_path / name, "--site", tmp_path / "site.yaml")
+        assert f"'{tmp_path}/{name}' given, a folder without" in launch(GPT, *options, code=2)
 
 
 # --- submitted, and on this machine
