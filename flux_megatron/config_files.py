@@ -17,6 +17,10 @@ from flux_megatron.errors import BadInput
 
 
 class _Loader(yaml.SafeLoader):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.deep_construct = True  # refuses an alias within what it names: a tree without an end
+
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if twice := {key for key in keys if keys.count(key) > 1}:

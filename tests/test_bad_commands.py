@@ -33,10 +33,13 @@ FILES = {
     "torn.yaml": "a: [1",
     "empty.yaml": "",
     "words.yaml": "just words",
+    "endless.yaml": "model: &m {layers: *m}",
+    "null.yaml": 'base: "\\0"',
     "file": "a file, where a folder is asked for",
     "folder/in_it": "",
     "script.py": "",
     "run/experiment.json": '{"format": 1, "experi',
+    "rounds/round-2.bak/experiment.json": "",
     "old/experiment.json": json.dumps({"format": 0}),
 }
 TUNE_MODEL = "tune --device cpu"
@@ -46,6 +49,7 @@ PAPER = "simulate paper/gpt3-175b_a100-pcie"
 TINY = "launch cpu/tiny --run-dir new"
 GPT = "launch paper/gpt3-175b_a100-pcie --run-dir new"
 ON_CPU = "tries it out on the CPU"
+LONG = "x" * 256  # a name that no file can have
 
 VALUES = {  # that an option does not take: the line names both
     "tune --suite gpt3-175b": ["--tp 1", "--cuda-max-connections -1", "--scale 0"],
@@ -139,6 +143,9 @@ ROWS = [
     ("simulate paper/gpt3-175b_a100-pci", "paper/gpt3-175b_a100-pcie? one of "),
     ("simulate torn.yaml", "torn.yaml: not YAML"),
     ("simulate none.yaml", "none.yaml: No such file"),
+    ("simulate endless.yaml", "endless.yaml: not YAML: found unconstructable recursive node"),
+    ("simulate null.yaml", "embedded null byte"),
+    (f"{PAPER} --set 'model=&m {{layers: *m}}'", "--set: model: not YAML"),
     (f"{PAPER} --arm nope", "arms", "['nope'] given"),
     (f"{PAPER} --set nope", "--set: 'nope' given, key=value expected"),
     (f"{PAPER} --set training.micro_batch=7", "training.global_batch"),
@@ -170,7 +177,13 @@ ROWS = [
     (f"{TINY} --site torn.yaml", "torn.yaml: not YAML"),
     (f"{TINY} --site bytes.jsonl", "bytes.jsonl: not a text file"),
     (f"{TINY} --data-path nowhere", "--data-path", "nowhere given, a folder of text files"),
+    (f"{TINY} --data-path {LONG}", f"--data-path {LONG} given, a folder of text files expected"),
     (f"{TINY} --resume", "new is no run folder"),
+    (f"launch cpu/tiny --resume --run-dir {LONG}", f"{LONG} is no run folder"),
+    (f"launch cpu/tiny --run-dir {LONG}", "--run-dir", "file name too long; a folder that can be"),
+    (f"{TINY} --env A=\udcff", "A=\\udcff\" given, UTF-8 expected"),
+    (f"{GPT} --megatron-lm {LONG}", f"{LONG} has no pretrain_gpt.py"),
+    (f"{GPT} --data-path /{LONG}", "--megatron-lm: none given"),
     (f"{TINY} --dry-run --submit", "one of --dry-run, --submit and --local expected"),
     (f"{TINY} --submit --local", "one of --dry-run, --submit and --local expected"),
     ("launch cpu/tiny --run-dir loop", "--run-dir", "loop: file exists; a folder"),
@@ -182,6 +195,8 @@ ROWS = [
     # results
     ("results nowhere", "nowhere is no run folder"),
     ("results file", "file is no run folder"),
+    (f"results {LONG}", f"{LONG} is no run folder"),
+    ("results rounds", "rounds is no run folder"),
     ("results run", "run/experiment.json: "),
     ("results old", "old/experiment.json: format: Input should be 1, 0 given"),
     ("results folder --loss-bound -1", "--loss-bound -1 given"),
@@ -197,7 +212,7 @@ def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("bad")
     for name, content in FILES.items():
         file = made / name
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
     (made / "loop").symlink_to("loop")
     return made

@@ -118,3 +118,4 @@ def test_the_release_beside_the_script_counts(tmp_path, monkeypatch):
         megatron_core.check(tmp_path / "none", older, newer)
     (newer / megatron_core.PACKAGE_INFO).write_text("MAJOR = 1\n")
     assert megatron_core.version_in(newer) is None
+    assert megatron_core.version_in(Path("x" * 256)) is None  # nor where it cannot be asked

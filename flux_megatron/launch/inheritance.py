@@ -67,14 +67,14 @@ class Merged:
 
     def _read(self, file: Path, section: str = "", above: tuple[Path, ...] = ()) -> None:
         """Apply the file's bases and then the file, as one `section` or as the whole."""
-        file = file.resolve()
-        if file in above:
-            chain = " -> ".join(map(str, (*above, file)))
-            raise ExperimentError(str(file), [("base", f"inherits from itself: {chain}")])
         try:
+            file = file.resolve()
             raw = config_files.read(file)
         except ValueError as error:
             raise ExperimentError(str(file), [("", str(error))]) from None
+        if file in above:
+            chain = " -> ".join(map(str, (*above, file)))
+            raise ExperimentError(str(file), [("base", f"inherits from itself: {chain}")])
         base = raw.pop("base", None)
         if isinstance(base, str):
             self._read(file.parent / base, section, (*above, file))
@@ -97,7 +97,7 @@ class Merged:
                     elif key in reasons:
                         self.wrong.append((key, "both stated and assumed"))
                     reasons[key] = kind, str(text).strip()
-        self.sweep |= {prefix + key: one for key, one in self._mapping(raw, "sweep").items()}
+        self.sweep |= {f"{prefix}{key}": one for key, one in self._mapping(raw, "sweep").items()}
         self.paper |= self._mapping(raw, "paper")
         merge(self.tree, {section: raw} if section else raw)
         own, values = flat(raw, prefix), flat(self.tree)

@@ -59,11 +59,11 @@ class Prepared:
         run = self.options.run
         if self.experiment.program != "train":
             _check_checkout(self.experiment.megatron_lm, self.options.checkout)
-        if not self.resume and run.exists() and (not run.is_dir() or any(run.iterdir())):
+        option_values.folder("--run-dir", run)
+        if not self.resume and any(run.iterdir()):
             raise LaunchError(
                 f"{run} exists and is not empty: --resume continues it, --run-dir names another"
             )
-        option_values.folder("--run-dir", run)
         with option_values.writing("--run-dir", run):
             for one, arms in self.files.items():
                 run_folder.write(run / one, self.experiment, self.given, arms)
@@ -178,7 +178,9 @@ def prepare(
     these = experiment.chosen(arms, [*kept.arms])
     started = [str(Path(one, arm)) for one in files for arm in these]
     job = scripts.job(kept, options, started, resume)
-    return Prepared(kept, options, given, resume, files, started, job)
+    prepared = Prepared(kept, options, given, resume, files, started, job)
+    _check_text(prepared.shown())
+    return prepared
 
 
 def _check_options(kept: Experiment, options: RunOptions) -> None:
@@ -190,7 +192,7 @@ def _check_options(kept: Experiment, options: RunOptions) -> None:
         raise LaunchError(
             f"container.image: none given, and none in container.images for {missing}"
         )
-    absent = [path for path in options.data if not Path(path).is_dir()]
+    absent = [path for path in options.data if not os.path.isdir(path)]
     if kept.program == "train" and absent and container is None:
         raise LaunchError(f"--data-path {absent[0]} given, a folder of text files expected")
     if kept.program == "train" and len(options.data) > 1:
@@ -199,11 +201,20 @@ def _check_options(kept: Experiment, options: RunOptions) -> None:
     scripts.check_options(options.site, kept.cluster)
 
 
+def _check_text(text: str) -> None:
+    """`LaunchError` for what cannot be written: the bytes of an option that are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        line = text[: error.end].splitlines()[-1].strip()
+        raise LaunchError(f"{line!r} given, UTF-8 expected") from None
+
+
 def _check_checkout(release: str, checkout: Path | None) -> None:
     """`LaunchError` where there is none, `BadInput` for one that is too old; one of another release
     is reported.
     """
-    if checkout is None or not (checkout / "pretrain_gpt.py").is_file():
+    if checkout is None or not os.path.isfile(checkout / "pretrain_gpt.py"):
         found = f"{checkout} has no pretrain_gpt.py" if checkout else "none given"
         raise LaunchError(f"--megatron-lm: {found}, a checkout of {release} needed")
     megatron_core.check(checkout)
@@ -223,5 +234,5 @@ def _resumed(run: Path, rounds: int | None) -> tuple[Path, int]:
 
 def _absolute(argument: str) -> str:
     """Ranks run in another folder. Among the prefixes of data sets may stand their weights."""
-    there = Path(argument).exists() or Path(f"{argument}.idx").exists()
+    there = os.path.exists(argument) or os.path.exists(f"{argument}.idx")
     return str(Path(argument).resolve()) if there else argument

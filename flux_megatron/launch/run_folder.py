@@ -7,9 +7,12 @@ holds all of it for each round but job.sbatch, job, cache/ and preflight/.
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from glob import glob
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +25,7 @@ from flux_megatron.launch.experiment import Experiment
 from flux_megatron.launch.workload import Arm
 from flux_megatron.version import __version__
 
+ROUND = re.compile(r"round-([1-9]\d*)")  # not a copy of one, as round-2.bak
 MAY_CHANGE = ("training.steps",)  # when a run is resumed
 
 
@@ -69,8 +73,9 @@ def _values(experiment: Experiment) -> dict[str, Any]:
 
 def of_run(run: Path) -> list[Path]:
     """The folders with an experiment.json: `run`, or where arms alternate its rounds in order."""
-    rounds = [file.parent for file in run.glob("round-*/experiment.json")]
-    return sorted(rounds, key=lambda folder: int(folder.name.removeprefix("round-"))) or [run]
+    names = (os.path.dirname(one) for one in glob("round-*/experiment.json", root_dir=run))
+    numbers = sorted(int(one[1]) for one in map(ROUND.fullmatch, names) if one)
+    return [run / f"round-{number}" for number in numbers] or [run]
 
 
 def read(run: Path) -> Experiment:

@@ -5,6 +5,7 @@ and job.sbatch, which starts job.py with the settings of a launch.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -58,7 +59,7 @@ class RunOptions:
     def folders(self) -> list[Path]:
         """What a rank reads and writes, whatever container it is in."""
         data = [path for path in map(Path, self.data) if path.is_absolute()]
-        data = [path if path.is_dir() else path.parent for path in data]
+        data = [path if os.path.isdir(path) else path.parent for path in data]
         return [self.run, *([self.checkout] if self.checkout else []), *data]
 
 

@@ -13,6 +13,7 @@ differs in a newer one is refused by its name. What our layers find in one of tw
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Iterator
 from itertools import chain
@@ -31,7 +32,7 @@ def version_in(folder: Path) -> str | None:
     may say otherwise. None where they are not there.
     """
     file = folder / PACKAGE_INFO
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    text = file.read_text(encoding="utf-8") if os.path.isfile(file) else ""
     parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH) *= *(\d+)", text, re.MULTILINE))
     names = ("MAJOR", "MINOR", "PATCH")
     return ".".join(parts[name] for name in names) if len(parts) == len(names) else None

@@ -152,6 +152,7 @@ FILES = {
     "reasons": (f"base: {PAPER}\nassumed: [training.lr]", "assumed: a mapping expected"),
     "sweep of stated": (f"base: {PAPER}\nsweep: {{parallel.tp: [4]}}", "sweep.parallel.tp: stated"),
     "sweep of nothing": (f"base: {PAPER}\nsweep: {{training.beta: [1]}}", "sweep.training.beta: "),
+    "sweep of a number": (f"base: {PAPER}\nsweep: {{1: [4]}}", "sweep.1: there is no such value"),
     "no sweep": (f"base: {PAPER}\nsweep: {{training.lr: 1.0}}", "a list expected, 1.0 given"),
     "empty sweep": (f"base: {PAPER}\nsweep: {{training.lr: []}}", "a list expected, [] given"),
 }

@@ -86,7 +86,7 @@ def test_run_is_never_overwritten(tmp_path):
     assert f"{folder} exists and is not empty: --resume continues it" in refused
     assert (folder / "job.sbatch").read_text() == before
     (tmp_path / "file").touch()
-    assert "is not empty" in launch("cpu/tiny", "--run-dir", tmp_path / "file", code=2)
+    assert "file: file exists; a" in launch("cpu/tiny", "--run-dir", tmp_path / "file", code=2)
 
 
 def test_resumed_run_has_the_same_values_but_more_steps(tmp_path):

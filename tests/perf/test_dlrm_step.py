@@ -141,6 +141,11 @@ def test_every_value_has_its_source(tmp_path):
         study.load(str(file))
 
 
+def test_a_swept_value_that_cannot_be_is_said():
+    tried = study.changed(study.load(NAME), {"network.shape": 4})
+    assert (tried.steps, "4 given" in tried.refused) == ({}, True)
+
+
 def test_the_command_needs_no_torch(tmp_path):
     file = tmp_path / "all.json"
     done = without_torch("simulate", NAME, "--sweep", "--json", file)

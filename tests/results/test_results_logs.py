@@ -175,9 +175,10 @@ def test_where_a_resumed_training_began_is_in_its_rows(tmp_path):
     assert warm == [*range(11, 61), *range(71, 101), *range(111, 201)]
 
 
-@pytest.mark.parametrize("bad", ["{}", "not JSON", '{"step": 2, "loss": 1.0}', "[1]"])
+@pytest.mark.parametrize("bad", ["{}", "\udcff", "not JSON", '{"step": 2, "loss": 1.0}', "[1]"])
 def test_a_bad_row_is_an_error_that_names_it(tmp_path, bad):
     good = ROWS.read_text().splitlines(keepends=True)
-    file = write(tmp_path / "metrics.jsonl", "".join([good[0], bad + "\n", good[2]]))
+    file, text = tmp_path / "metrics.jsonl", "".join([good[0], bad + "\n", good[2]])
+    file.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ResultsError, match=f"^{file}:2: "):
         logs.of_train(tmp_path)

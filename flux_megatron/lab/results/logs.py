@@ -119,9 +119,9 @@ def _iterations(lines: list[Line]) -> Iterator[Iteration]:
 def of_train(folder: Path) -> Series:
     """`ResultsError` for a row that is none; an empty series where there are no rows."""
     file, found, torn = folder / "metrics.jsonl", list[tuple[int, Iteration]](), 0
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
     for at, line in enumerate(lines, start=1):
-        if not line.endswith("\n"):
+        if not line.endswith(b"\n"):
             torn = 1
             break
         try:

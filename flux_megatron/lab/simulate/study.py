@@ -98,7 +98,8 @@ def jointly(found: StudyFile) -> list[Alternative]:
 
 def changed(found: StudyFile, values: dict[str, Any]) -> Alternative:
     """The arms with other values, by dotted keys; of one dimension a network is a switch."""
-    kind = {"network.kind": "switch"} if len(values.get("network.shape", ())) == 1 else {}
+    shape = values.get("network.shape")
+    kind = {"network.kind": "switch"} if isinstance(shape, list) and len(shape) == 1 else {}
     study, wrong = _built(merge(dict(found.tree), {**values, **kind}))
     if study is None or wrong:
         return Alternative(values, {}, wrong[0][1])
