@@ -6,6 +6,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/environment.sh
 out=out/demo-$(date +%Y%m%d-%H%M%S)
-[[ " $* " =~ " --out"[=\ ]([^\ ]+) ]] && out=${BASH_REMATCH[1]}
+before=
+for word; do # the last --out counts
+    case $word in --out=*) out=${word#*=} ;; esac
+    [ "$before" != --out ] || out=$word
+    before=$word
+done
 .venv/bin/flux-megatron train --config configs/train/demo.yaml --compare --out "$out" "$@"
 exec .venv/bin/flux-megatron generate --checkpoint "$out/flux" --prompt "def " --tokens 48 --compare

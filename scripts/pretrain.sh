@@ -12,7 +12,8 @@
 set -euo pipefail
 : "${FLUX_MEGATRON_LM:?set it to a checkout of Megatron-LM}"
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=$(command -v "${PYTHON:-$here/.venv/bin/python}") # a path: below, another python3 stands on PATH
+# an absolute path: below, another python3 stands on PATH, and runs start in another folder
+python=$(realpath -s -- "$(command -v "${PYTHON:-$here/.venv/bin/python}")")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 

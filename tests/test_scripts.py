@@ -109,6 +109,7 @@ done
     ("ours", "options", "code", "word"),
     [
         ("4.0 3.0 2.0", {}, 0, "4 of 4 calls"),
+        ("4.0 3.0 2.0", {"PYTHON": "./python"}, 0, "4 of 4 calls"),
         *((losses, {}, 1, "DIFFERENT") for losses in ("4.0 3.0 2.1", "4.0 3.0", "", "4.0 3.0 nan")),
         ("4.0 3.0 2.0", {"SAID": ""}, 1, "NOTHING OVERLAPPED"),
         ("4.0 3.0 2.0", {"MODELS": "gpt lama"}, 2, "MODELS has lama"),
@@ -118,10 +119,29 @@ def test_it_passes_only_with_all_losses_and_calls(ours, options, code, word, tmp
     python = tmp_path / "python"
     python.write_text(PRETENDED)
     python.chmod(0o755)
-    given = {"PYTHON": str(python), "FLUX_MEGATRON_LM": str(tmp_path), "MODELS": "gpt",
+    (tmp_path / "lm").mkdir()
+    given = {"PYTHON": str(python), "FLUX_MEGATRON_LM": str(tmp_path / "lm"), "MODELS": "gpt",
              "RANKS": "2", "STOCK": "4.0 3.0 2.0", "OURS": ours, "SAID": CALLS}  # fmt: skip
-    run = ran("bash", ROOT / "scripts/pretrain.sh", code=code, **given | options)
+    run = ran("bash", ROOT / "scripts/pretrain.sh", code=code, folder=tmp_path, **given | options)
     assert word in run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "out"),
+    [((), r"out/demo-[\d-]+"), (("--set", "x= --out y"), r"out/demo-[\d-]+"),
+     (("--tp", "2", "--out", "a b"), "a b"), (("--out", "a", "--tp=2", "--out=c d"), "c d")],
+)  # fmt: skip
+def test_the_demonstration_decodes_with_what_it_has_trained(words, out, tmp_path):
+    there = {"scripts/demo.sh": (ROOT / "scripts/demo.sh").read_text()}
+    there["scripts/environment.sh"] = "#!/bin/sh\n"
+    there[".venv/bin/flux-megatron"] = '#!/bin/sh\nfor word; do echo "$word"; done\n'
+    for name, text in there.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        file.chmod(0o755)
+    said = ran("bash", tmp_path / "scripts/demo.sh", *words).stdout
+    assert re.search(rf"^generate\n--checkpoint\n{out}/flux\n", said, re.M), said
 
 
 NAMED = re.compile(r"docs/[\w/.-]*\w\.(?:md|svg|jsonl?|png)\b")
