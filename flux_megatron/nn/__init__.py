@@ -16,7 +16,7 @@ _PLACES = {
     "RowParallelLinear": "flux_megatron.nn.linear",
     "ShardedEmbeddingBag": "flux_megatron.nn.embedding",
     "in_transformers": "flux_megatron.nn.hugging_face",
-    "sharded_state_dict": "flux_megatron.nn.linear",
+    "sharded_state_dict": "flux_megatron.nn.sharded_state",
     "sum_gradient": "flux_megatron.nn.replicated",
 }
 
@@ -34,13 +34,10 @@ __all__ = [
 if TYPE_CHECKING:
     from flux_megatron.nn.embedding import ShardedEmbeddingBag
     from flux_megatron.nn.hugging_face import in_transformers
-    from flux_megatron.nn.linear import (
-        ColumnParallelLinear,
-        RowParallelLinear,
-        sharded_state_dict,
-    )
+    from flux_megatron.nn.linear import ColumnParallelLinear, RowParallelLinear
     from flux_megatron.nn.parallel_styles import FluxColwiseParallel, FluxRowwiseParallel
     from flux_megatron.nn.replicated import sum_gradient
+    from flux_megatron.nn.sharded_state import sharded_state_dict
 
 
 def __getattr__(name: str) -> Any:
