@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -169,3 +170,22 @@ def test_what_no_gradient_needs_may_change_before_backward(rank):
             (w if frozen == "x" else x).mul_(2)
         for y in made.values():
             y.sum().backward()
+
+
+@on_device_ranks(2, environment=FUSED)
+def test_a_vector_is_one_row_of_layers_that_have_every_token(rank):
+    group = dist.group.WORLD
+    x = torch.arange(4.0, device=DEVICE).requires_grad_()
+    w = torch.ones(3, 4, device=DEVICE, requires_grad=True)
+    for one, R in ((partial(local_linear, bias=None), 1), (partial(row_linear, group=group), 2)):
+        for run in (one, torch.compile(one, backend="aot_eager", fullgraph=True)):
+            y = run(x, w)
+            assert_exact(y, R * (w @ x))
+            dx, dw = torch.autograd.grad(y.sum(), (x, w))
+            assert_exact(dx, torch.full_like(x, 3))
+            assert_exact(dw, x.expand(3, 4))
+    said = r"_parallel_linear: x \[4\] given, \[tokens, ..., features\] expected"
+    with pytest.raises(ValueError, match="column" + said):
+        column_parallel_linear(x, w, None, group=group)
+    with pytest.raises(ValueError, match="row" + said):
+        torch.compile(partial(row_parallel_linear, group=group), backend="eager")(x, w)

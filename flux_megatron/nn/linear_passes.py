@@ -40,13 +40,15 @@ class Options(NamedTuple):
     save_gathered: bool = False
 
 
-def _check_tokens(x: Tensor, group: ProcessGroup) -> None:
-    """Refuse tokens that the ranks cannot share evenly."""
-    if x.shape[0] % group.size():
-        error = (
-            f"row_parallel_linear: x {list(x.shape)} given, a first dimension divisible by the "
-            f"group's {group.size()} ranks expected"
-        )
+def _check_tokens(layer: str, x: Tensor, group: ProcessGroup) -> None:
+    """Refuse x without tokens, and tokens that the ranks cannot share evenly."""
+    expected = None
+    if x.dim() < 2:
+        expected = "[tokens, ..., features]"
+    elif layer == "row" and x.shape[0] % group.size():
+        expected = f"a first dimension divisible by the group's {group.size()} ranks"
+    if expected:
+        error = f"{layer}_parallel_linear: x {list(x.shape)} given, {expected} expected"
         ops.refuse(error, group, x.device)
 
 
@@ -78,21 +80,22 @@ def forward(
     layer: str, x: Tensor, w: Tensor, bias: Tensor | None, group: Any, keep: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """y; with `keep` also a copy of the rows that a column layer gathers."""
-    rows, tokens = rows_of(x), x.shape[0]
+    rows, leading = rows_of(x), [*x.shape[:-1]]
     kept: list[Tensor] = []
     consume = (lambda gathered: kept.append(gathered.clone())) if keep else None
     with ops.phase("fprop"):
         if layer == "column":
-            tokens *= group.size()
+            _check_tokens(layer, x, group)
+            leading[0] *= group.size()
             y = ops.run_ag_gemm(rows, w, bias, group, consume=consume)
         elif layer == "row":
-            _check_tokens(x, group)
-            tokens //= group.size()
+            _check_tokens(layer, x, group)
+            leading[0] //= group.size()
             y = ops.run_gemm_rs(rows, w, group)
         else:
             y = rows @ w.t() if layer == "local" else ops.run_gemm_ar(rows, w, group)
             y = y if bias is None else y + bias
-        return _shaped(y, (tokens, *x.shape[1:-1], y.shape[1])), kept[0] if keep else None
+        return _shaped(y, (*leading, y.shape[1])), kept[0] if keep else None
 
 
 class LinearNode(torch.autograd.Function):

@@ -37,15 +37,17 @@ def linear(
 
 @linear.register_fake
 def _(layer, x, w, main_grad, group, R, bias, save_gathered):
-    y = x.new_empty(_tokens(layer, x, R, "column", "row"), *x.shape[1:-1], w.shape[0])
+    y = x.new_empty(*_leading(layer, x, R, "column", "row"), w.shape[0])
     rows = math.prod(y.shape[:-1]) if save_gathered else 0
     return y, x.new_empty(rows, x.shape[-1])
 
 
-def _tokens(layer: str, given: Tensor, R: int, gathers: str, scatters: str) -> int:
-    """Of what these layers make of `given`."""
-    tokens = given.shape[0]
-    return tokens * R if layer == gathers else tokens // R if layer == scatters else tokens
+def _leading(layer: str, given: Tensor, R: int, gathers: str, scatters: str) -> list[int]:
+    """All sizes but the last of what these layers make of `given`; none of a single row's."""
+    sizes = [*given.shape[:-1]]
+    if layer in (gathers, scatters):
+        sizes[:1] = [n * R if layer == gathers else n // R for n in sizes[:1]]
+    return sizes
 
 
 @torch.library.custom_op("flux_megatron::linear_backward", mutates_args=("main_grad",))
@@ -74,7 +76,7 @@ def _(main_grad, layer, dy, x, w, group, R, save_gathered, needs):
 
 
 def _shape_of_dx(layer: str, dy: Tensor, w: Tensor, R: int) -> list[int]:
-    return [_tokens(layer, dy, R, "row", "column"), *dy.shape[1:-1], w.shape[1]]
+    return [*_leading(layer, dy, R, "row", "column"), w.shape[1]]
 
 
 def _or_empty(gradient: Tensor | None, like: Tensor) -> Tensor:
