@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
-from torch._C._functorch import maybe_current_level
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup
 
@@ -86,7 +86,7 @@ def all_gather_gemm(
     scaling = scaling_of(*scaled)
     if scaling is None and bias is not None and bias.dtype != x.dtype and _fits(bias, w, layout):
         return all_gather_gemm(x, w, group, layout=layout, plan=plan) + bias
-    if _eager(x, w, bias):
+    if _eager(Pattern.AG_GEMM, x, w, bias):
         return run_ag_gemm(x, w, bias, group, layout=layout, plan=plan, scaling=scaling)
     name, text = name_of(group), plan_text(plan)
     return _all_gather_gemm(x, w, bias, name, group.size(), layout, text, *scaled)
@@ -114,7 +114,7 @@ def gemm_reduce_scatter(
     """
     x, w, _ = local_shards(Pattern.GEMM_RS, x, w, None, group, layout)
     scaled = (x_scale, w_scale, out_dtype, split_accumulator)
-    if _eager(x, w):
+    if _eager(Pattern.GEMM_RS, x, w):
         return run_gemm_rs(x, w, group, layout=layout, plan=plan, scaling=scaling_of(*scaled))
     name, text = name_of(group), plan_text(plan)
     return _gemm_reduce_scatter(x, w, name, group.size(), layout, text, *scaled)
@@ -138,7 +138,7 @@ def gemm_all_reduce(
     ranks, so dx = dy @ w and dw = dy.t() @ x need no communication.
     """
     x, w, _ = local_shards(Pattern.GEMM_AR, x, w, None, group, layout)
-    if _eager(x, w):
+    if _eager(Pattern.GEMM_AR, x, w):
         return run_gemm_ar(x, w, group, layout=layout, plan=plan)
     return _gemm_all_reduce(x, w, name_of(group), layout, plan_text(plan))
 
@@ -166,21 +166,30 @@ def _fits(bias: Tensor, w: Tensor, layout: str) -> bool:
     )
 
 
-def _eager(x: Tensor, w: Tensor, bias: Tensor | None = None) -> bool:
+def _eager(pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None = None) -> bool:
     """Whether nothing traces or differentiates the call."""
-    if is_traced():
+    if is_traced(pattern):
         return False
     needs = x.requires_grad or w.requires_grad or (bias is not None and bias.requires_grad)
     return not (needs and torch.is_grad_enabled())
 
 
-def is_traced() -> bool:
+def is_traced(name: str) -> bool:
     """Whether torch.compile, fake tensors, a checkpointing policy or functorch must see one
     operator. A transform of functorch wraps what is made under it, outside of an operator's code.
+
+    `NotImplementedError`, with the `name` of what is called, in forward mode: torch takes the
+    tangents of an operator's results for zero.
     """
-    if is_dynamo_compiling() or _len_torch_dispatch_stack() > 0:
+    if is_dynamo_compiling():
         return True
-    return maybe_current_level() is not None
+    transforms = get_interpreter_stack() or []
+    if any(one.key() == TransformType.Jvp for one in transforms):
+        raise NotImplementedError(
+            f"{name}: forward-mode differentiation (torch.func.jvp, jacfwd, hessian) given, "
+            "reverse mode (torch.func.vjp, jacrev) expected"
+        )
+    return bool(transforms) or _len_torch_dispatch_stack() > 0
 
 
 def run_ag_gemm(

@@ -23,6 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flux_megatron
 from flux_megatron.device import Channel
 from flux_megatron.expert_parallel import ops as expert_ops
+from flux_megatron.nn import ColumnParallelLinear
+from flux_megatron.nn.functions import local_linear
 from flux_megatron.patterns import Pattern
 from flux_megatron.symm import workspace as workspace_module
 from flux_megatron.symm.lasting import lasting
@@ -212,3 +214,21 @@ def test_times_have_a_dtype_of_their_own(rank):
     with bf16_by_default():
         found = timing._slowest({"nothing": lambda: None}, dist.group.WORLD, here(), 1, None, 0.0)
     assert found.dtype == torch.float64
+
+
+@on_device_ranks(2)
+def test_forward_mode_is_refused_by_name_and_vmap_works(rank):
+    group = dist.group.WORLD
+    layer = ColumnParallelLinear(4, 4, device=DEVICE)
+    x, w = torch.ones(2, 4, device=DEVICE), layer.weight.detach()
+    names: dict[str, Callable[[Tensor], Tensor]] = {
+        "column layer": layer,
+        "local_linear": lambda x: local_linear(x, w, None, allreduce_group=group),
+        "gemm_ar": lambda x: flux_megatron.gemm_all_reduce(x, w, group),
+    }
+    for name, traced in names.items():
+        for one, given in ((traced, x), (torch.func.vmap(traced), x[None])):
+            with pytest.raises(NotImplementedError, match=f"^{name}: forward-mode"):
+                torch.func.jacfwd(one)(given)
+    batch = torch.stack([x, 2 * x])
+    assert_exact(torch.func.vmap(layer)(batch), torch.stack([layer(one) for one in batch]))

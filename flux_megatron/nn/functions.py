@@ -98,7 +98,7 @@ def linear(name: str, x: Tensor, w: Tensor, bias: Tensor | None, options: Option
     of autograd where gradients are enabled.
     """
     x, w, bias = autocast(x, w, bias)
-    if ops.is_traced() and _traceable(name, options):
+    if ops.is_traced(name) and _traceable(name, options):
         layer, group, wgrad, save_gathered = options
         into = wgrad.main_grad if isinstance(wgrad, IntoMainGrad) else None
         named = ("", 1) if group is None else (ops.name_of(group), group.size())

@@ -88,9 +88,10 @@ class ParallelLinear(Module):
 
     def _check(self, x: Tensor, tokens: str) -> None:
         """Refuse x of another width on every rank; in traced code the operator does."""
-        if (x.dim() < 2 or x.shape[-1] != self.in_features_local) and not ops.is_traced():
+        name, wrong = type(self).__name__, x.dim() < 2 or x.shape[-1] != self.in_features_local
+        if wrong and not ops.is_traced(name):
             expected = f"[{tokens}, ..., {self.in_features_local}]"
-            error = f"{type(self).__name__}: x {list(x.shape)} given, {expected} expected"
+            error = f"{name}: x {list(x.shape)} given, {expected} expected"
             ops.refuse(error, self.group, x.device)
 
 
@@ -151,7 +152,7 @@ def linear_of(layer: str, x: Tensor, w: Tensor, bias: Tensor | None, name: str, 
     R ranks: torch.compile cannot look a group up. With the group "" dx of a local layer stays this
     rank's partial sum; row and whole layers have no bias.
     """
-    if ops.is_traced():
+    if ops.is_traced(f"{layer} layer"):
         return operators.linear(layer, x, w, None, name, R, bias, False)[0]
     group: Any = ops.group_named(name) if name else None
     if layer == "local":

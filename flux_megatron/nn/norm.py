@@ -61,11 +61,14 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, options: _Options) -> 
             f"{options.name}: bias {list(bias.shape)} {bias.dtype} given, "
             f"{list(weight.shape)} {weight.dtype} as of the weight expected"
         )
-    if not (x.is_cuda or INTERPRET) or not x.numel() or not (ops.is_plain(x) or ops.is_traced()):
+    if not (x.is_cuda or INTERPRET) or not x.numel():
+        return _by_torch(x, weight, bias, options)
+    traced = ops.is_traced(options.name)
+    if not (traced or ops.is_plain(x)):
         return _by_torch(x, weight, bias, options)
     if _refused(options.name, x.dtype, weight.dtype, x.shape[-1], x.is_cuda):
         return _by_torch(x, weight, bias, options)
-    if ops.is_traced():
+    if traced:
         return _operator(x, weight, bias, *options)[0]
     return _Norm.apply(x, weight, bias, options)
 
