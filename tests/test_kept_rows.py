@@ -38,7 +38,7 @@ def forward(on_average: int) -> tuple[list[torch.Tensor], list[torch.Tensor], li
         x = torch.randn(CAPACITY, COLUMNS, generator=made, device=DEVICE)
         x[rows:] = float("nan")  # undefined
         weights.append(torch.ones(COLUMNS, device=DEVICE, requires_grad=True))
-        with kept_rows.keeping(CAPACITY, on_average, x.device) as one:
+        with kept_rows.keeping(CAPACITY, on_average, 3, x.device) as one:
             ys.append(Sum.apply(weights[-1], x, rows))
             one.counted(received)
         kept.append(one)

@@ -98,10 +98,13 @@ def _keeping(capacity: int) -> Iterator[Kept]:
         yield kept
 
 
-def keeping(capacity: int, on_average: int, device: torch.device) -> Context[Kept]:
+def keeping(capacity: int, on_average: int, others: int, device: torch.device) -> Context[Kept]:
     """Inside, what autograd keeps of `capacity` rows is of the size of the rows that came, if
     these are few `on_average`. `Kept.counted` comes last.
+
+    What else autograd keeps has `others` rows at most: counts of R ranks, weights and biases of E
+    experts. So few rows are not told from them, and take no memory that counts.
     """
-    if capacity <= TIMES * on_average or capturing(device):
+    if capacity <= max(TIMES * on_average, others) or capturing(device):
         return nullcontext(Kept(capacity))  # which packs nothing
     return _keeping(capacity)

@@ -150,7 +150,8 @@ class _Separate(_Forward):
         if of_rows is not None and reverse:
             of_rows = of_rows.flip(0)
         topk, capacity = self.config.moe_router_topk, self._most_of(len(x))
-        with kept_rows.keeping(capacity, topk * len(x), x.device) as kept:
+        others = max(self.num_local_experts, group.size())
+        with kept_rows.keeping(capacity, topk * len(x), others, x.device) as kept:
             routes, weights = once.route(
                 chosen, probs, group, topk=topk, capacity=capacity, reverse=reverse
             )
@@ -172,7 +173,8 @@ class _Separate(_Forward):
         def combined(rows: Tensor) -> Tensor:
             return separate.gemm_a2a(rows, second, counts, group, tokens=len(x), wgrad=wgrad)
 
-        with kept_rows.keeping(capacity, len(x), x.device) as kept:
+        others = max(self.num_local_experts, group.size())
+        with kept_rows.keeping(capacity, len(x), others, x.device) as kept:
             hidden, received = separate.a2a_gemm(
                 x, first, counts, group, capacity=capacity, wgrad=wgrad
             )

@@ -199,6 +199,15 @@ def test_losses_where_rows_are_kept_at_their_size(rank, case):
     assert [count > 0 for count in shrunk] == [True, False] * (STEPS - 1) + [True]
 
 
+@pytest.mark.parametrize("once", ["0", "1"])
+@on_cpu_ranks(2, environment={"FLUX_MEGATRON_EXPERTS_ONCE": "{once}"})
+def test_losses_where_as_many_rows_could_come_as_there_are_experts(rank, once):
+    """Of one expert a token on each of two ranks: counts, weights and biases have two rows too."""
+    one_a_token = {"moe_router_topk": 1, "moe_router_pre_softmax": True, "num_moe_experts": 4}
+    with mock.patch.multiple(kept_rows, TIMES=0, MOST=1):
+        as_of_the_stock_dispatcher(rank, 1, one_a_token)
+
+
 @on_cpu_ranks(1)
 def test_the_flag_puts_them_in_place(rank):
     install.install(options_from(sbs.parse("--flux-overlap", "--flux-experts")))
