@@ -23,6 +23,7 @@ from torch.nn import Module
 
 from flux_megatron import errors, settings
 from flux_megatron.integration import requirements
+from flux_megatron.integration.adapters import ASKED_BY, BLIND
 from flux_megatron.integration.layers import (
     FluxColumnParallelLinear,
     FluxRowParallelLinear,
@@ -35,6 +36,7 @@ NOT_CHOSEN = "it is none of the chosen layers"
 _OURS = (FluxColumnParallelLinear, FluxRowParallelLinear)
 overlapped_otherwise: Callable[[Module], bool] = lambda layer: False  # noqa: E731
 _WRAPPERS = re.compile(r"^(module\.)+")
+_ADAPTED = re.compile(rf"(\.({ASKED_BY}|{BLIND}))+$")  # the layer within adapters
 # names in a model that do not say the kind; Megatron builds the layers of mixers as fc1 and fc2
 _KINDS = {"output_layer": "head", "in_proj": "fc1", "out_proj": "fc2"}
 
@@ -109,7 +111,7 @@ def is_chosen(name: str, chosen: tuple[str, ...] | None) -> bool:
 
 def kind_of(name: str) -> str | None:
     """qkv, proj, fc1, fc2, head or another, by the layer's name in its model."""
-    kind = name.rpartition(".")[2].removeprefix("linear_")
+    kind = _ADAPTED.sub("", name).rpartition(".")[2].removeprefix("linear_")
     return _KINDS.get(kind) or layer_of(kind)
 
 

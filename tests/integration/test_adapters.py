@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -161,6 +162,18 @@ def test_adapters_read_what_the_linear_layer_behind_a_norm_reads(rank, way, gath
     start({})
     model = adapted_as_stock(way, lambda model: wrap(model, Wrapped, gathered))
     assert not model._forward_pre_hooks
+
+
+@sbs.on_tp_ranks(2, environment={"FLUX_MEGATRON_STRICT": "1"})
+def test_layers_within_adapters_are_chosen_by_their_kind(rank):
+    start({})
+    for way in (Blind, partial(Wrapped, gathered=False)):
+        (model,) = chunks({}, True)
+        for layer in model.decoder.layers:
+            layer.mlp.linear_fc2 = way(layer.mlp.linear_fc2)
+        for kind in ("proj", "fc2"):
+            assert flux_megatron.replace(model, layers=[kind]).ours == len(model.decoder.layers)
+            flux_megatron.disable()
 
 
 @pytest.mark.parametrize("way", ["enable", "replace"])
