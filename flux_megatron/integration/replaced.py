@@ -50,11 +50,18 @@ def put_everywhere(name: str, value: Any, undo: contextlib.ExitStack | None = No
 
 
 def put(owner: Any, name: str, value: Any, undo: contextlib.ExitStack | None = None) -> None:
-    """Give a class or module this attribute, until `undo` closes."""
+    """Give a class or module this attribute, until `undo` closes; what others have put in its place
+    meanwhile stays.
+    """
     row(name)
     if undo is not None:
-        undo.callback(setattr, owner, name, vars(owner)[name])
+        undo.callback(_put_back, owner, name, value, vars(owner)[name])
     setattr(owner, name, value)
+
+
+def _put_back(owner: Any, name: str, ours: Any, original: Any) -> None:
+    if vars(owner)[name] is ours:
+        setattr(owner, name, original)
 
 
 def around(
@@ -63,20 +70,25 @@ def around(
     """Decorates what is called in place of a function, with that function before its arguments.
 
     Where it is around already, nothing changes: Megatron parses its arguments up to three times.
+    When `undo` has closed, wrappers of others that still call it reach that function alone.
     """
 
     def put_around(ours: Callable[..., Any]) -> None:
         original = now = getattr(owner, name)
         while now is not None:
-            if getattr(now, "code_around", None) is ours.__code__:
+            if ours.__code__ in getattr(now, "code_around", ()):
                 return
             now = getattr(now, "__wrapped__", None)
 
+        code = [ours.__code__]  # none when it is undone; a wrapper's attribute is the same list
+
         @functools.wraps(original)
         def replacement(*given: Any, **named: Any) -> Any:
-            return ours(original, *given, **named)
+            return ours(original, *given, **named) if code else original(*given, **named)
 
-        replacement.code_around = ours.__code__  # type: ignore[attr-defined]
+        replacement.code_around = code  # type: ignore[attr-defined]
         put(owner, name, replacement, undo)
+        if undo is not None:
+            undo.callback(code.clear)
 
     return put_around

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import sys
 from pathlib import Path
@@ -11,6 +12,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import side_by_side as sbs
+import torch
+from megatron.core.tensor_parallel import layers as stock_layers
 from ranks import on_cpu_ranks
 
 import flux_megatron
@@ -85,6 +89,40 @@ def test_what_is_replaced_is_what_the_table_says(rank):
             and not row.where[0].startswith(ELSEWHERE)
         }  # fmt: skip
         assert expected <= {row for rows in found.values() for row in rows}
+
+
+@on_cpu_ranks(1)
+def test_patches_of_others_outlive_ours(rank):
+    stock = stock_layers.ColumnParallelLinear
+    sbs.start(1)
+    config = sbs.settings(1, False, torch.float32)
+    init_method = torch.nn.init.normal_
+
+    def build() -> tuple[bool, str]:
+        """Whether a layer is ours, and who else was there."""
+        built = stock(8, 8, config=config, init_method=init_method, gather_output=False)
+        return type(built) is not stock, built.patched
+
+    def patch(name: str) -> None:
+        init = stock.__init__
+
+        @functools.wraps(init)
+        def patched(self, *given, **named):
+            init(self, *given, **named)
+            self.patched = name
+
+        stock.__init__ = patched
+
+    flux_megatron.enable()
+    patch("first")
+    assert build() == (True, "first")
+    flux_megatron.enable(layers=["head"])
+    assert build() == (False, "first")
+    flux_megatron.enable()
+    assert build() == (True, "first")
+    patch("second")
+    flux_megatron.disable()
+    assert build() == (False, "second")
 
 
 def test_a_name_without_a_row_is_not_replaced():
