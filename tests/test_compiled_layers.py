@@ -264,6 +264,17 @@ def test_a_function_as_wgrad_is_refused_by_name(rank):
         compiled(column)(*operands())
 
 
+@on_device_ranks(2, environment=FUSED)
+def test_a_function_as_wgrad_breaks_the_graph_alone(rank):
+    """What Dynamo would go on into has handles of symmetric memory."""
+    twice = {"wgrad": lambda w, dy, x: 2 * dy.t() @ x}
+    for kind, layer in layers().items():
+        by_torch = torch.compile(layer, backend="aot_eager")
+        same(passes(by_torch, operands(), **twice), passes(layer, operands(), **twice), kind)
+        with torch.no_grad():
+            assert_exact(by_torch(*operands(), **twice), layer(*operands(), **twice), kind)
+
+
 @on_device_ranks(1)
 def test_norms_compile_with_their_kernels(rank):
     x = torch.randn(4, BATCH, K, device=DEVICE, requires_grad=True)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup
 
 from flux_megatron import ops
 from flux_megatron.nn import operators
-from flux_megatron.nn.linear_passes import LinearNode, Options, Wgrad, forward
+from flux_megatron.nn.linear_passes import Options, Wgrad, run
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.wgrad import IntoMainGrad, plain_wgrad
 
@@ -103,11 +104,11 @@ def linear(name: str, x: Tensor, w: Tensor, bias: Tensor | None, options: Option
         into = wgrad.main_grad if isinstance(wgrad, IntoMainGrad) else None
         named = ("", 1) if group is None else (ops.name_of(group), group.size())
         return operators.linear(layer, x, w, into, *named, bias, save_gathered)[0]
-    if not torch.is_grad_enabled():
-        return forward(options.layer, x, w, bias, options.group)[0]
-    # Autograd copies x here only if it has gaps. Otherwise backward saves the caller's own tensor:
-    # offload hooks read its attributes, and second derivatives need it.
-    return LinearNode.apply(x.contiguous(), w, bias, options)
+    if is_dynamo_compiling():  # which goes on behind the break, into frames that it cannot trace
+        from flux_megatron.nn import undisturbed
+
+        return undisturbed.run(x, w, bias, options)
+    return run(x, w, bias, options)
 
 
 def autocast(x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

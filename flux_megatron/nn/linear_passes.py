@@ -98,6 +98,15 @@ def forward(
         return _shaped(y, (*leading, y.shape[1])), kept[0] if keep else None
 
 
+def run(x: Tensor, w: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+    """y, of a node of autograd where gradients are enabled."""
+    if not torch.is_grad_enabled():
+        return forward(options.layer, x, w, bias, options.group)[0]
+    # Autograd copies x here only if it has gaps. Otherwise backward saves the caller's own tensor:
+    # offload hooks read its attributes, and second derivatives need it.
+    return LinearNode.apply(x.contiguous(), w, bias, options)
+
+
 class LinearNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None, options: Options) -> Tensor:
