@@ -174,7 +174,7 @@ def test_bands_have_about_as_many_rows_each():
 def test_the_library_s_all_to_all_gets_the_pieces_as_they_are():
     """As on GPUs: no copy before it or after it."""
     group, pieces = mock.Mock(), [SimpleNamespace(device=torch.device("cuda"))] * 2
-    signalled.exchange(group, pieces, pieces)
+    signalled.exchange(group, pieces, pieces, space=None)
     assert group.mock_calls == [mock.call.alltoall(pieces, pieces), mock.call.alltoall().wait()]
 
 

@@ -20,6 +20,7 @@ from flux_megatron.dispatch import refuse, refuse_wrappers
 from flux_megatron.embedding import fused_bags, sequential_bags, sparse_gradient
 from flux_megatron.embedding.bags import Bags, data_error, shape_error
 from flux_megatron.kernels import launch
+from flux_megatron.overlap import collectives
 from flux_megatron.overlap.operands import memory
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.symm import objects
@@ -84,12 +85,17 @@ def _embedding_all_to_all(
         memory(what, given)
         for what, given in (("weight", weight), ("indices", indices), ("offsets", offsets))
     )
+    compares = validate and not capturing(space.device)
     if offsets.shape == (1,) and not indices.numel():  # no samples, on any rank
+        words = f"no samples of {sum(tables)} tables"
+        if compares:
+            _compare("", words, space)
+        _noted(words, words, space)
         return weight.new_empty(0, sum(tables), weight.shape[-1])
     error = shape_error(weight, indices, offsets, tables, rank, world_size, mode)
     if not error and strategy not in ("auto", *STRATEGIES):
         error = f"strategy {strategy!r} given, one of {['auto', *STRATEGIES]} expected"
-    if validate and not capturing(space.device):
+    if compares:
         error = error or data_error(indices, offsets, weight.shape[1])
         words = "" if error else str(Bags.of(weight, offsets, tables, rank, mode))
         _compare(error, words, space)
@@ -156,7 +162,8 @@ def _compare(error: str, words: str, space: Workspace) -> None:
     """Return if no rank has an error and all mean the same call. Collective."""
     digest = zlib.crc32(words.encode())
     verdict = torch.tensor([bool(error), digest, -digest], device=space.device)
-    dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=space.group)
+    space.note(f"{NAME}: the ranks compare what they were given")
+    collectives.run(space, dist.all_reduce, verdict, op=dist.ReduceOp.MAX)
     wrong, most, least = verdict.tolist()
     if not wrong and most == -least:
         return
@@ -167,6 +174,14 @@ def _compare(error: str, words: str, space: Workspace) -> None:
         raise ValueError(f"{NAME}: {'; '.join(wrongs)}")
     quotes = "; ".join(f"rank {r}: {text}" for r, (_, text) in enumerate(said))
     raise errors.ProblemMismatch(f"the ranks of the group do not agree on the call: {quotes}")
+
+
+def _noted(words: str, agreed: str, space: Workspace) -> None:
+    """The ranks confirm a kind of call once, and log each."""
+    if words not in space.agreed:
+        space.agreement.confirm(words)
+        space.agreed[words] = agreed
+    space.note(words)
 
 
 @contextmanager
@@ -185,14 +200,11 @@ def _call(bags: Bags, strategy: str, space: Workspace, direction: str) -> Iterat
     if strategy == "fused" and reason is not None:
         refuse(f"{NAME}: strategy 'fused' cannot run: {reason}", space.group, space.device)
     words = f"{bags} {direction} by {name}"
-    if words not in space.agreed:
-        space.agreement.confirm(words)
-        space.agreed[words] = name
-    space.note(words)
+    _noted(words, name, space)
     fallback = None if alone else reason
     if fallback is not None:
         note_fallback(NAME, fallback)
-    with space.guard():
+    with space.guard(whole=True):
         yield STRATEGIES[name]
     if fallback is None:
         note_call(NAME, name)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flux_megatron.embedding.bags import MODES, Bags, bags_of_entries, outside
+from flux_megatron.overlap import collectives
 from flux_megatron.overlap.phase import phase
 from flux_megatron.symm.workspace import Workspace
 
@@ -66,9 +67,8 @@ def exchanged(dy: Tensor, bags: Bags, space: Workspace) -> Tensor:
 def _exchange(incoming: list[Tensor], outgoing: list[Tensor], space: Workspace) -> None:
     """Rank r's `outgoing[s]` becomes rank s's `incoming[r]`; all are contiguous."""
     received = outgoing[0].new_empty(sum(one.numel() for one in incoming))
-    dist.all_to_all_single(
-        received, torch.cat([one.flatten() for one in outgoing]),
-        [one.numel() for one in incoming], [one.numel() for one in outgoing], group=space.group,
-    )  # fmt: skip
+    sizes = [[one.numel() for one in blocks] for blocks in (incoming, outgoing)]
+    sent = torch.cat([one.flatten() for one in outgoing])
+    collectives.run(space, dist.all_to_all_single, received, sent, *sizes)
     for one, block in zip(incoming, received.split([one.numel() for one in incoming]), strict=True):
         one.copy_(block.view_as(one))

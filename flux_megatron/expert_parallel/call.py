@@ -87,7 +87,7 @@ def _agreed(
         if plan is not None and _refusal(problem, plan.strategy, x, space) is not None:
             plan = None  # it needs what is not here
     choice = _choose(problem, x, plan, space)
-    space.agreement.confirm(f"{problem} with {choice.plan.dumps()}")
+    space.agreement.confirm(choice.description)
     return choice
 
 
@@ -107,7 +107,7 @@ def _choose(
         warnings.warn(f"flux_megatron: {operation} runs the portable kernels: {why}", stacklevel=2)
     strategy = STRATEGIES[name]
     plan = plan or strategy.default_plan(x, problem.N)
-    return Choice(operation, strategy, plan, space, reason, str(problem))
+    return Choice(operation, strategy, plan, space, reason, f"{problem} with {plan.dumps()}")
 
 
 def _on_hopper(x: Tensor) -> bool:

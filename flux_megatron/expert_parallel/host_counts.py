@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torch import Tensor
 
 from flux_megatron import errors
+from flux_megatron.overlap import collectives
 from flux_megatron.overlap.phase import phase
 from flux_megatron.symm import signals
 from flux_megatron.symm.device import capturing
@@ -28,7 +28,7 @@ def all_counts(counts: Tensor, rows: int, capacity: int, space: Workspace) -> Te
     mine[:-1], mine[-1] = counts.flatten(), rows
     gathered = mine.new_empty(world_size * mine.numel())
     with phase("exchange of counts"):
-        dist.all_gather_into_tensor(gathered, mine, group=space.group)
+        collectives.run(space, collectives.all_gather, gathered, mine)
     reported = gathered.cpu().view(world_size, -1)
     every = reported[:, :-1].view(world_size, *counts.shape)
     named, there = every.sum((1, 2)), reported[:, -1]

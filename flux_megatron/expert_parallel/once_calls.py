@@ -50,7 +50,7 @@ def given_back(rows: Tensor, routes: Routes, space: Workspace) -> Tensor:
 def _call(space: Workspace, channel: str, what: str, size_bytes: int) -> Iterator[Call]:
     """An open call. `what` is the same on all ranks, which are asked once for each new kind."""
     space.check()
-    with space.guard(), phase(channel):
+    with space.guard(whole=True), phase(channel):
         if (key := (channel, what)) not in space.agreed:
             space.agreement.confirm(f"{channel} {what}")
             space.agreed[key] = True

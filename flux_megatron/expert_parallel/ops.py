@@ -81,7 +81,7 @@ def _a2a_gemm(
         "a2a_gemm", x, w, counts, group_named(group), len(x), capacity, layout, plan_of(plan)
     )
     decision.report_fallback()
-    with decision.workspace.guard():
+    with decision.workspace.guard(whole=True):
         made = decision.strategy.a2a_gemm(
             x, ExpertWeights(w, reverse), counts, capacity, layout, keep, decision.plan,
             decision.workspace,
@@ -106,7 +106,7 @@ def _gemm_a2a(
         "gemm_a2a", x, w, counts, group_named(group), tokens, len(x), layout, plan_of(plan)
     )
     decision.report_fallback()
-    with decision.workspace.guard():
+    with decision.workspace.guard(whole=True):
         y = decision.strategy.gemm_a2a(
             x, ExpertWeights(w, reverse), counts, tokens, layout, decision.plan, decision.workspace
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flux_megatron.expert_parallel.host_counts import all_counts
 from flux_megatron.kernels.experts.weights import ExpertWeights
+from flux_megatron.overlap import collectives
 from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Plan
 from flux_megatron.symm.workspace import Workspace
@@ -64,7 +65,8 @@ def _exchanged(rows: Tensor, sent: Tensor, came: Tensor, space: Workspace) -> Te
     """What all ranks have sent here, in rank order; `sent` and `came` [R] are rows a rank."""
     arrived = rows.new_empty(int(came.sum()), rows.shape[1])
     with phase("all-to-all"):
-        dist.all_to_all_single(arrived, rows, came.tolist(), sent.tolist(), group=space.group)
+        splits = came.tolist(), sent.tolist()
+        collectives.run(space, dist.all_to_all_single, arrived, rows, *splits)
     return arrived
 
 

@@ -19,6 +19,7 @@ from flux_megatron.kernels import launch
 from flux_megatron.kernels.experts.signalled import signalled_experts
 from flux_megatron.kernels.experts.weights import ExpertWeights
 from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.overlap import collectives
 from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.stage import Stage, communicator, join, stage_of
 from flux_megatron.problem import Plan
@@ -54,7 +55,7 @@ def gemm_a2a(
         for number, band in enumerate(order.bands):
             tiles = band.tile_rows * cdiv(call.N, plan.tile.block_n)
             stage.stream.wait_count(stage.count_of(number), tiles)  # wait [D]
-            exchange(call.group, _rows(y, band.tokens), _rows(far, band.far))
+            exchange(call.group, _rows(y, band.tokens), _rows(far, band.far), space)
             stage.stream.write(stage.count_of(number), 0)  # for the next call
     join(space)
     return y
@@ -76,7 +77,7 @@ def a2a_gemm(
         # CUDA_DEVICE_MAX_CONNECTIONS=1 the GEMM would stand behind all bands
         for band in order.bands[number : number + 1]:
             with stream.stream():
-                exchange(call.group, _rows(far, band.far), _rows(x, band.tokens))
+                exchange(call.group, _rows(far, band.far), _rows(x, band.tokens), space)
         call.multiply(y, far, x, *stretch, back=False)
         stream.join()  # the next GEMM comes after what has travelled so far
     y[call.came :] = 0
@@ -130,7 +131,7 @@ def _rows(tensor: Tensor, pieces: Pieces) -> list[Tensor]:
     return [tensor[first:last] for first, last in pieces]
 
 
-def exchange(group: Any, received: list[Tensor], sent: list[Tensor]) -> None:
+def exchange(group: Any, received: list[Tensor], sent: list[Tensor], space: Workspace) -> None:
     """An all-to-all of pieces, one for each rank, in the current stream; gloo has none before torch
     2.13, but sends them one by one.
     """
@@ -141,7 +142,7 @@ def exchange(group: Any, received: list[Tensor], sent: list[Tensor]) -> None:
         works = [group.recv([piece], r, 0) for r, piece in enumerate(received) if len(piece)]
         works += [group.send([piece], r, 0) for r, piece in enumerate(sent) if len(piece)]
         for work in works:
-            work.wait()
+            collectives.wait(work, space)
 
 
 def _sorted(x: Tensor, far: Tensor, every: Tensor, rank: int, capacity: int) -> Tensor:

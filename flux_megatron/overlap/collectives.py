@@ -57,6 +57,15 @@ def _wait_for(call: Any) -> None:
         wait(call.works.pop(), call.space)
 
 
+def run(
+    workspace: Workspace, collective: Callable[..., dist.Work | None], *given: Any, **options: Any
+) -> None:
+    """A collective of the group, which the current stream waits for; raises as `wait` does."""
+    work = collective(*given, group=workspace.group, async_op=True, **options)
+    if work is not None:
+        wait(work, workspace)
+
+
 def wait(work: dist.Work, workspace: Workspace) -> None:
     """Return when the current stream may use the result; raise as `Workspace.check` does.
 
@@ -71,12 +80,11 @@ def wait(work: dist.Work, workspace: Workspace) -> None:
     inference = torch.is_inference_mode_enabled()
     thread = threading.Thread(target=_wait, args=(work, inference, failures), daemon=True)
     thread.start()
-    bound_s = workspace.timeout_ns * 1e-9
-    end = time.monotonic() + bound_s
+    began = time.monotonic()
     thread.join(_LOOK_S)
     while thread.is_alive():
         workspace.check()
-        if time.monotonic() > end:
+        if time.monotonic() - began > (bound_s := workspace.timeout_ns * 1e-9):
             waiter = f"rank {workspace.rank} of group {name_of(workspace.group)}"
             workspace.end_late(f"{waiter} waited {bound_s:g} s for a collective", half_made=True)
         thread.join(_LOOK_S)

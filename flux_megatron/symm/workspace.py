@@ -183,8 +183,8 @@ class Workspace:
     def open_calls(self) -> list[Any]:
         return [one for one in self.holders() if one.open]
 
-    def guard(self) -> Guard:
-        return Guard(self)
+    def guard(self, *, whole: bool = False) -> Guard:
+        return Guard(self, whole)
 
     def break_off(self, error: BaseException) -> None:
         """Refuse all further calls, on all ranks: `error` has ended one in the middle."""
@@ -228,13 +228,14 @@ class Workspace:
 
 class Guard:
     """`with space.guard(): ...` makes the workspace's device the current one, and breaks the group
-    off if an error leaves a call open that began inside.
+    off if an error leaves a call open that began inside. If a `whole` call is inside, and the error
+    is this rank's own, the ranks ask each other before the next one (`failed_alone`).
 
     Its pushes would stay in flight, and the other ranks would wait for the rest of the call.
     """
 
-    def __init__(self, space: Workspace) -> None:
-        self._space = space
+    def __init__(self, space: Workspace, whole: bool) -> None:
+        self._space, self._whole = space, whole
 
     def __enter__(self) -> None:
         self._active = active(self._space.device)
@@ -245,6 +246,8 @@ class Guard:
         try:
             if error is not None and self._space.open_calls() != self._open:
                 self._space.break_off(error)
+            elif self._whole and error is not None and not isinstance(error, errors.FluxError):
+                self._space.failed_alone = True
         finally:
             self._active.__exit__(None, None, None)
 
