@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
-from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._C._functorch import TransformType, get_interpreter_stack, maybe_current_level
 from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup
 
@@ -183,13 +183,14 @@ def is_traced(name: str) -> bool:
     """
     if is_dynamo_compiling():
         return True
-    transforms = get_interpreter_stack() or []
-    if any(one.key() == TransformType.Jvp for one in transforms):
+    if maybe_current_level() is None:
+        return _len_torch_dispatch_stack() > 0
+    if any(one.key() == TransformType.Jvp for one in get_interpreter_stack() or ()):
         raise NotImplementedError(
             f"{name}: forward-mode differentiation (torch.func.jvp, jacfwd, hessian) given, "
             "reverse mode (torch.func.vjp, jacrev) expected"
         )
-    return bool(transforms) or _len_torch_dispatch_stack() > 0
+    return True
 
 
 def run_ag_gemm(
