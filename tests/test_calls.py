@@ -121,7 +121,7 @@ class Space:
     def end(self, call: SimpleNamespace) -> None:
         call.channel.end_in(call.region)
 
-    guard = nullcontext
+    guard, device = nullcontext, torch.device("cpu")
 
     def break_off(self, error: BaseException) -> None:
         self.broken = str(error)

@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -65,6 +66,35 @@ def test_nothing_is_left_behind(rank):
             gc.collect()
         assert (driver.handles, driver.mapped, driver.reserved) == (set(), {}, {})
         assert open_files() == files
+
+
+@on_cpu_ranks(2)
+def test_memory_that_torch_holds_and_nobody_uses_is_found(rank):
+    """Rank 1's GPU is full of it; where nothing is found every rank learns that."""
+    with fake(str(rank)) as driver:
+        create, freed = driver.cuMemCreate, mock.Mock()
+
+        def full(*given):
+            return create(*given) if freed.called else ("CUDA_ERROR_OUT_OF_MEMORY", None)
+
+        with mock.patch.object(torch.cuda, "empty_cache", freed):
+            if rank == 1:
+                driver.cuMemCreate = full
+            meet(dist.group.WORLD)
+            assert freed.call_count == rank
+            driver.cuMemCreate = lambda *given: ("CUDA_ERROR_OUT_OF_MEMORY", None)
+            with pytest.raises(errors.WorkspaceError, match=r"rank 0: .*OUT_OF_MEMORY"):
+                meet(dist.group.WORLD)
+
+
+def test_the_end_of_a_process_waits_for_no_gpu(monkeypatch):
+    """In which a collective may never end."""
+    waits = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "synchronize", waits)
+    monkeypatch.setattr(cuda_memory, "_ending", False)
+    cuda_memory.process_ends()
+    cuda_memory._unmap(0, 4096, DEVICE)
+    assert not waits.called
 
 
 @pytest.mark.parametrize(

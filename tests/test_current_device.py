@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks import FUSED, on_cpu_ranks
 
 import flux_megatron
-from flux_megatron import ops
+from flux_megatron import ops, pieces
 from flux_megatron.device import Channel
 from flux_megatron.embedding import fused_bags
 from flux_megatron.expert_parallel import call as expert_call
@@ -23,6 +23,7 @@ from flux_megatron.nn.functions import column_parallel_linear
 from flux_megatron.overlap import calls, collectives
 from flux_megatron.problem import Plan
 from flux_megatron.symm import steps, workspace, workspaces
+from flux_megatron.symm.cpu_backend import CpuCopyEngine
 from flux_megatron.tuning import choice
 
 CPU = torch.device("cpu")
@@ -35,6 +36,11 @@ def every_kind_of_call() -> None:
         operation(x.detach(), w.detach(), group)
         operation(x.detach(), w.detach(), group, plan=Plan("sequential"))
     column_parallel_linear(x, w, None, group=group).sum().backward()
+    ops.run_ag_gemm(x.detach(), w.detach(), None, group, consume=lambda rows: None)
+    pieces.start_gemm_rs(x.detach(), w.detach(), group, plan=Plan("pipelined")).finish()
+    gather = pieces.start_gather(x.detach(), w.detach(), group)
+    gather.complete()
+    gather.close()
     weight = torch.ones(1, 4, 8, requires_grad=True)
     indices, offsets = torch.zeros(2, dtype=torch.int64), torch.arange(3)
     flux_megatron.embedding_all_to_all(weight, indices, offsets, group).sum().backward()
@@ -68,15 +74,16 @@ def test_every_step_is_made_with_the_operands_device(rank):
 
         setattr(owner, name, watched)
 
-    workspace.active = workspaces.active = steps.active = active
+    workspace.active = workspaces.active = steps.active = calls.active = active
     steps.is_active = lambda device: depth[0] > 0
     for owner, *names in (
         (workspace.Workspace, "__init__", "begin"), (choice, "choose"), (expert_call, "_choose"),
         (ops, "note_fallback"), (calls.InFlight, "_begin"), (fused_bags, "forward", "backward"),
         (fused_experts, "a2a_gemm", "gemm_a2a"), (collectives, "_start"),
+        (CpuCopyEngine, "fork", "join", "copy", "copy_here"),
     ):  # fmt: skip
         for name in names:
             watch(owner, name)
     every_kind_of_call()
     assert depth == [0]
-    assert (outside, len({*made})) == ([], 11)
+    assert (outside, len({*made})) == ([], 15)

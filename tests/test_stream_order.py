@@ -18,7 +18,8 @@ import torch.distributed as dist
 from cases import plan_of
 from ranks import on_cpu_ranks
 
-from flux_megatron import errors, ops, pieces
+from flux_megatron import embedding_all_to_all, errors, ops, pieces
+from flux_megatron.expert_parallel import ops as expert_ops
 from flux_megatron.kernels.triton_launch import Launcher
 from flux_megatron.nn.functions import column_parallel_linear
 from flux_megatron.overlap import calls, fused, library_gemm, pipelined
@@ -125,7 +126,27 @@ def backward(record: Recorder, groups) -> None:
     ops.gemm_reduce_scatter(x.detach(), w.detach(), groups[0])
 
 
-SCENARIOS = {f.__name__: f for f in (two_groups, two_directions, backward)}
+def other_rooms(record: Recorder, groups) -> None:
+    """Experts, an embedding and a channel of a user's, beside a layer of another group."""
+    x, w = torch.ones(2, 16, 16)
+    counts, rows = torch.full((2, 1), 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+
+    def layer() -> None:
+        ops.all_gather_gemm(x, w, groups[1], plan=FUSED)
+
+    def experts() -> None:
+        plan = Plan("fused", 32, FUSED.tile)
+        expert_ops.a2a_gemm(x[:4], w[None], counts, groups[0], capacity=4, plan=plan)
+
+    def tables() -> None:
+        embedding_all_to_all(torch.ones(1, 4, 8), rows, torch.arange(3), groups[0])
+
+    for call in (layer, experts, layer, experts, tables, layer, tables):
+        record.stream += 1
+        call()
+
+
+SCENARIOS = {f.__name__: f for f in (two_groups, two_directions, backward, other_rooms)}
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

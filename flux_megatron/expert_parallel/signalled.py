@@ -50,6 +50,7 @@ def gemm_a2a(
     call = _begin(every, w, layout, plan, space)
     y, far = x.new_empty(tokens, call.N), x.new_empty(call.came, call.N)
     order, stage = call.order, call.stage
+    stage.stream.fork()  # as below: a band of nothing here waits for no tile
     call.multiply(x, far, y, 0, order.near_first + order.near_tile_rows, back=True)
     with stage.stream.stream():
         for number, band in enumerate(order.bands):
@@ -123,7 +124,7 @@ def _begin(every: Tensor, w: ExpertWeights, layout: str, plan: Plan, space: Work
     numbers = tuple(every.flatten().tolist())
     order = order_of(numbers, len(every), rank, plan.bands, plan.tile.block_m, space.device)
     space.engine.follow()
-    stage.begin(order)  # no fork: the host has waited for all that x comes from
+    stage.begin(order)  # the host has waited for all that x comes from
     return _Call(order, stage, group, w, layout, plan, int(every[:, rank].sum()))
 
 

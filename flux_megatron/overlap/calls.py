@@ -24,7 +24,7 @@ from flux_megatron.overlap.phase import phase
 from flux_megatron.problem import Plan
 from flux_megatron.scaling import Scaling
 from flux_megatron.symm.channel import Call
-from flux_megatron.symm.device import capturing
+from flux_megatron.symm.device import active, capturing
 from flux_megatron.symm.enqueue import MADE, TABLE, Operand, X
 from flux_megatron.symm.program import Builder, CallProgram
 from flux_megatron.symm.steps import TorchCall
@@ -226,11 +226,14 @@ class InFlight:
                 if self.program.follows:
                     self._given = (self._given[0], stream, *self._given[2:])
                 self.engine.hold(*self.tensors[_MADE:])
-            if self._lists is None and self.program.follows:
-                self.engine.follow()  # which knows of captures too
-            else:
+            if self._lists is not None:
                 self._follow_others()
-            self._execute()
+                self._execute()
+            else:
+                with active(self.space.device):  # C sets its own
+                    if self.program.follows:
+                        self.engine.follow()  # which knows of captures too
+                    self._execute()
             if self._at == len(self.program.borrowed):
                 self._end()
         except BaseException as error:

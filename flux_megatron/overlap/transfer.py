@@ -41,7 +41,10 @@ def unequal_shards(problem: Problem) -> str | None:
 def begin(
     workspace: Workspace, channel: str, size_bytes: int, kind: type[Channel] = Channel
 ) -> Call:
-    """Open a call with `size_bytes` in its region. A captured call begins with a rank barrier."""
+    """Open a call with `size_bytes` in its region, behind all calls of the device before it. A
+    captured call begins with a rank barrier.
+    """
+    workspace.engine.follow()
     call = workspace.begin(channel, size_bytes, kind)
     if call.region.entries is not None:
         rank_barrier(call)

@@ -22,6 +22,7 @@ from flux_megatron.symm.buffer import SymmetricBuffer
 from flux_megatron.symm.descriptors import Letterbox
 from flux_megatron.symm.groups import timeout_s
 
+_ending = False
 PAGE_BYTES = 1 << 21  # what the driver maps at once
 # torch's variable: several ranks may share a GPU, whose kernels then take turns
 SHARED_GPUS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -100,10 +101,20 @@ class Memory:
         self.handle: Any = None
         self.descriptor = -1
         try:
-            self.handle = call("cuMemCreate", size_bytes, self._properties(), 0)
+            self.handle = self._created()
             self.descriptor = int(call("cuMemExportToShareableHandle", self.handle, _file(), 0))
         except RuntimeError as error:
             self.failure = first_line(error)
+
+    def _created(self) -> Any:
+        given = "cuMemCreate", self.size_bytes, self._properties(), 0
+        try:
+            return call(*given)
+        except RuntimeError as error:
+            if "OUT_OF_MEMORY" not in str(error):
+                raise
+        torch.cuda.empty_cache()  # torch frees what it holds and nobody uses for itself alone
+        return call(*given)
 
     def _properties(self) -> Any:
         found = _driver().CUmemAllocationProp()
@@ -169,7 +180,15 @@ def _tensor(address: int, size_bytes: int, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
+def process_ends() -> None:
+    """Its memory goes with it: nothing waits for a device in which a collective may never end."""
+    global _ending
+    _ending = True
+
+
 def _unmap(address: int, size_bytes: int, device: torch.device) -> None:
+    if _ending:
+        return
     with contextlib.suppress(RuntimeError):  # a device that has failed: its process ends
         torch.cuda.synchronize(device)  # a kernel may still use it
         call("cuMemUnmap", address, size_bytes)

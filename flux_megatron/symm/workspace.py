@@ -188,7 +188,7 @@ class Workspace:
 
     def break_off(self, error: BaseException) -> None:
         """Refuse all further calls, on all ranks: `error` has ended one in the middle."""
-        with contextlib.suppress(RuntimeError):  # the device may have failed
+        with contextlib.suppress(RuntimeError), active(self.device):  # which may have failed
             self.engine.join()  # no push reads memory that the caller frees
             for one in self.kept.values():
                 if one.open:
