@@ -53,6 +53,8 @@ CALLS: dict[str, Callable[[], torch.Tensor]] = {
 def test_another_call_beside_it_ends_the_wait_at_once(rank, name):
     for call in (CALLS[name], gathered):
         call()
+    if rank == 0:
+        time.sleep(0.5)  # rank 1 waits
     started = time.monotonic()
     with pytest.raises(errors.ProblemMismatch, match="made different calls"):
         (CALLS[name] if rank else gathered)()

@@ -30,7 +30,9 @@ class AllToAlls:
         self._asked: Counter[int] = Counter()  # by rank
         self._counts: dict[tuple[int, int], Tensor] = {}  # by number and rank
 
-    def exchange(self, group: object, received: list[Tensor], sent: list[Tensor]) -> None:
+    def exchange(
+        self, group: object, received: list[Tensor], sent: list[Tensor], space: object
+    ) -> None:
         rank = self._machine.scheduler.rank
 
         def take(brought: list[list[Tensor]]) -> Callable[[], object]:
