@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from unittest import mock
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from virtual_hosts import VirtualCase, VirtualHost, run_hosts
 from virtual_machine import Machine, PackageCopy
@@ -41,6 +42,7 @@ class TokenCase(VirtualCase):
         with (
             mock.patch.multiple(package.token_call, **small),
             mock.patch.object(package.signals, "MAX_COMM_TILES", self.slots),
+            mock.patch.object(package.token_routes, "COUNTS", tl.constexpr(4)),  # one block's
         ):
             return run_hosts(Host, self, Operands(self), machine, schedule)
 

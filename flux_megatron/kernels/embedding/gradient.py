@@ -84,8 +84,9 @@ def row_sums_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     wait_gradients(pad, status, rank, samples, slice_samples, epoch, timeout_ns, WORLD_SIZE)
+    table_rows = tl.cast(table_rows, tl.int64)  # the last tile may reach beyond 2^31
     for block in range(tl.program_id(0), tl.cdiv(table_rows, BLOCK_M), tl.num_programs(0)):
-        row = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+        row = block * BLOCK_M + tl.arange(0, BLOCK_M)
         begins = tl.load(starts + row, mask=row < table_rows, other=0)
         ends = tl.load(starts + row + 1, mask=row < table_rows, other=0)
         whole = tl.minimum((begins + CHUNK - 1) // CHUNK * CHUNK, ends)  # where chunks begin

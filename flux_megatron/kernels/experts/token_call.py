@@ -83,7 +83,7 @@ def exchange(
     rank, epoch, timeout_ns = _numbers(call)
     sizes = {
         "WORLD_SIZE": world_size, "EXPERTS": experts, "BLOCK_E": next_power_of_2(experts),
-        "BLOCK_B": next_power_of_2(blocks), "ROWS": ROUTE_ROWS,
+        "ROWS": ROUTE_ROWS,
     }  # fmt: skip
     launch_kernel(
         token_routes.exchange_choices_kernel, (blocks,), Tile(num_warps=8),

@@ -26,6 +26,7 @@ from flux_megatron.kernels.primitives import (
 )
 from flux_megatron.symm import signals
 
+COUNTS = tl.constexpr(8192)  # that a CTA adds up at once: 32 of a thread, for any number of tokens
 NOBODY = tl.constexpr(-1)  # instead of a weight's bits, or of a row
 _NAN = tl.constexpr(0x7FC00000)
 _CAPACITY = tl.constexpr(signals.REFUSED_CAPACITY)
@@ -47,11 +48,24 @@ def _words_at(header, source, T, blocks, WORLD_SIZE: tl.constexpr, EXPERTS: tl.c
     return counts + source.to(tl.int64) * T * EXPERTS
 
 
+@triton.jit
+def _first_counts(counts, stride, blocks, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Per expert, the sum of the first `blocks` rows of counts [., E], which are `stride` apart."""
+    lanes = tl.arange(0, COUNTS // BLOCK_E)
+    experts = tl.arange(0, BLOCK_E)
+    found = tl.zeros((BLOCK_E,), dtype=tl.int32)
+    for first in range(0, blocks, COUNTS // BLOCK_E):
+        row = first + lanes
+        inside = (row[:, None] < blocks) & (experts[None, :] < EXPERTS)
+        rows = tl.load(counts + row[:, None] * stride + experts[None, :], mask=inside, other=0)
+        found += tl.sum(rows, 0)
+    return found
+
+
 @triton.jit(do_not_specialize=["rank", "epoch", "T", "blocks", "topk"])
 def exchange_choices_kernel(
     chosen, weights, sent, counts, counters, pointers, pad_pointers, rank, epoch, T, blocks, topk,
-    WORLD_SIZE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_B: tl.constexpr,
-    ROWS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     groups: tl.constexpr = WORLD_SIZE * EXPERTS
     block = tl.program_id(0)
@@ -80,19 +94,20 @@ def exchange_choices_kernel(
     tl.store(sent + tokens, ranks, mask=tokens < T)
     tl.store(counts + block * (groups + 1) + groups, tl.max(number, 0))
     if count_acq_rel_gpu(counters, blocks):
-        lanes = tl.arange(0, BLOCK_B)
         for owner in range(0, WORLD_SIZE):
-            at = counts + lanes[:, None] * (groups + 1) + owner * EXPERTS + experts[None, :]
-            mine = (lanes[:, None] < blocks) & (experts[None, :] < EXPERTS)
-            total = tl.sum(tl.load(at, mask=mine, other=0), 0)
+            total = _first_counts(counts + owner * EXPERTS, groups + 1, blocks, EXPERTS, BLOCK_E)
             for peer in range(0, WORLD_SIZE):
                 header = tl.load(pointers + peer).to(counts.dtype) + rank * (groups + 1)
                 tl.store(header + owner * EXPERTS + experts, total, mask=experts < EXPERTS)
-        most = tl.load(counts + lanes * (groups + 1) + groups, mask=lanes < blocks, other=0)
+        most = 0
+        for first in range(0, blocks, COUNTS):
+            row = first + tl.arange(0, COUNTS)
+            at = counts + row * (groups + 1) + groups
+            most = tl.maximum(most, tl.max(tl.load(at, mask=row < blocks, other=0), 0))
         for step in range(0, WORLD_SIZE):
             peer = (rank + step) % WORLD_SIZE
             header = tl.load(pointers + peer).to(counts.dtype) + rank * (groups + 1)
-            tl.store(header + groups, tl.max(most, 0))
+            tl.store(header + groups, most)
             pad = tl.load(pad_pointers + peer).to(counts.dtype)
             signal_release_sys(pad, rank * MAX_COMM_TILES, epoch)  # signal [X]
 
@@ -130,8 +145,7 @@ def place_rows_kernel(
     places, weights, received, ends, pointers, pad, status, rank, epoch, timeout_ns: tl.int64, T,
     blocks, topk, capacity,
     SLOTS: tl.constexpr, BLOCK_R: tl.constexpr, REVERSE: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_B: tl.constexpr,
-    ROWS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     deadline = deadline_after(timeout_ns)
     block = tl.program_id(0) % blocks
@@ -162,11 +176,8 @@ def place_rows_kernel(
             order = EXPERTS - 1 - experts
         tl.store(ends + order, first + of_expert, mask=here)
         tl.store(received + order, of_expert, mask=here)
-    earlier = tl.arange(0, BLOCK_B)
-    at = _counts_at(header, source, 0, blocks, WORLD_SIZE, EXPERTS)
-    at += earlier[:, None] * EXPERTS + experts[None, :]
-    first += before
-    first += tl.sum(tl.load(at, mask=(earlier[:, None] < block) & here[None, :], other=0), 0)
+    counts = _counts_at(header, source, 0, blocks, WORLD_SIZE, EXPERTS)
+    first += before + _first_counts(counts, EXPERTS, block, EXPERTS, BLOCK_E)
 
     tokens = block * ROWS + tl.arange(0, ROWS)
     inside = (tokens[:, None] < T) & here[None, :] & (good == 1)
