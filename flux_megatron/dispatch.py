@@ -168,10 +168,10 @@ def agreed_empty(pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup, la
 
 def gather_refused(group: ProcessGroup, device: torch.device) -> str | None:
     """Why copy engines cannot gather without a plan (`pieces.start_gather_beside`), or None."""
-    unavailable, wanted = workspace(group, device).unavailable, settings.get().strategy
+    space, wanted = workspace(group, device), settings.get().strategy
     if wanted != "auto" and not registry.STRATEGIES[Pattern.AG_GEMM][wanted].NEEDS_SYMMETRIC_MEMORY:
         return f"{wanted} is wanted"
-    return unavailable
+    return None if space.mailboxes else space.unavailable
 
 
 def refuse(error: str, group: ProcessGroup, device: torch.device) -> NoReturn:
@@ -227,7 +227,7 @@ def _new_decision(
     scaling: Scaling | None,
 ) -> Decision:  # fmt: skip
     problem = _problem(pattern, x, w, space, layout, scaling)
-    if plan and (reason := registry.refusal(problem, plan.strategy, space.unavailable, plan)):
+    if plan and (reason := registry.refusal(problem, plan.strategy, space.missing, plan)):
         error = f"{problem}: the plan {plan.dumps()} cannot run: {reason}"
         refuse(error, space.group, space.device)
     table, fallback = choice.agreed_table(problem, plan, space), None

@@ -24,6 +24,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FIXED, _SHARED, _PRIVATE, _ANONYMOUS = 0x10, 0x01, 0x02, 0x20
 _NOTHING = 0  # may be done with the memory
 OK, REFUSED = 0, "CUDA_ERROR_REFUSED"
+GIVE_NOTHING = ("cuMemMap", "cuMemHostRegister")
 
 
 class Driver:
@@ -41,11 +42,12 @@ class Driver:
         self.handles: set[int] = set()
         self.mapped: dict[int, int] = {}
         self.reserved: dict[int, int] = {}
+        self.registered: dict[int, int] = {}  # of the host, by their addresses, the sizes
         self._refuses = refuses
 
     def __getattribute__(self, name: str) -> object:
         if name.startswith("cuMem") and name in self._refuses:
-            return lambda *given: (REFUSED, *[None] * (name != "cuMemMap"))
+            return lambda *given: (REFUSED, *[None] * (name not in GIVE_NOTHING))
         return super().__getattribute__(name)
 
     def CUmemAllocationProp(self) -> SimpleNamespace:
@@ -93,6 +95,18 @@ class Driver:
         assert self.mapped[at] == size
         assert count == len(given) == 1
         assert (given[0].location.id, given[0].flags) == (DEVICE.index, 3)
+        return (OK,)
+
+    def cuMemHostRegister(self, at: int, size: int, flags: int) -> tuple[int]:
+        self.registered[at] = size
+        return (OK,)
+
+    def cuMemHostGetDevicePointer(self, at: int, flags: int) -> tuple[int, int]:
+        assert at in self.registered
+        return OK, at
+
+    def cuMemHostUnregister(self, at: int) -> tuple[int]:
+        del self.registered[at]
         return (OK,)
 
     def cuMemUnmap(self, at: int, size: int) -> tuple[int]:

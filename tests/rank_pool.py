@@ -108,6 +108,7 @@ def tidy(rank: int) -> int:
     device.copy_engine.cache_clear()  # which engine it is, a setting says
     device.communication_stream.cache_clear()
     device.flag_stream.cache_clear()
+    device.arrival_stream.cache_clear()
     gc.collect()
     torch.cuda.empty_cache()
     torch.set_default_dtype(torch.float32)

@@ -63,7 +63,7 @@ def test_the_library_takes_blockwise_scales_of_four_rows_each():
 @pytest.mark.parametrize("comm_rows", [64, 256])
 def test_scales_are_pushed_before_the_first_signal_and_held_like_x(comm_rows):
     """A rank that has seen a signal reads them; the caller may free them when the call is over."""
-    space = SimpleNamespace(rank=1, world_size=4, timeout_ns=10**9, group=None)
+    space = SimpleNamespace(rank=1, world_size=4, timeout_ns=10**9, group=None, mailboxes=False)
     x = torch.empty(256, 512, dtype=E4M3)
     scales = [torch.empty(shape) for shape in block_shapes(256, 512, 512)]
     scaling = Scaling(*scales, torch.bfloat16, True, True)

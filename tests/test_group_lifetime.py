@@ -263,7 +263,7 @@ def test_no_call_ends_before_all_its_signals_are_awaited(rank):
 
 
 def test_a_program_cannot_end_before_all_signals_are_awaited():
-    space = SimpleNamespace(rank=0, world_size=3, timeout_ns=1)
+    space = SimpleNamespace(rank=0, world_size=3, timeout_ns=1, mailboxes=False)
     program = CallProgram(
         space, Plan("fused"), torch.zeros(4, 8), None, None, "", caller_steps=True
     )

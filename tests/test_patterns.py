@@ -13,9 +13,10 @@ from flux_megatron import doctor, ops
 from flux_megatron.doctor import strategies as page
 from flux_megatron.lab import reference
 from flux_megatron.lab.perf.operator_cost import moved_bytes
-from flux_megatron.overlap import registry
+from flux_megatron.overlap import hopper, registry
 from flux_megatron.patterns import COLUMN, ROW
 from flux_megatron.problem import FIELDS, TRANSPORTS, Pattern, Plan, Problem, Tile
+from flux_megatron.symm.places import Missing
 
 M, N, K, R = 24, 16, 40, 2
 
@@ -54,9 +55,28 @@ def test_dgrad_is_the_dual(pattern):
 
 def test_a_strategy_without_symmetric_memory_does_not_ask_for_it():
     p = replace(problem(COLUMN), device="cpu")
-    said = {name: registry.refusal(p, name, "no link") for name in registry.STRATEGIES[COLUMN]}
+    none = Missing("no link")
+    said = {name: registry.refusal(p, name, none) for name in registry.STRATEGIES[COLUMN]}
     assert said.pop("sequential") is said.pop("signalled") is None
     assert {*said.values()} == {"no link"}
+
+
+def test_mailboxes_will_do_where_copy_engines_alone_reach_other_ranks(monkeypatch):
+    monkeypatch.setattr(hopper, "supports", lambda problem: None)
+    boxes = Missing("no link", mailboxes=True)
+
+    def able(pattern: Pattern) -> set[str]:
+        p = replace(problem(pattern), device="cpu")
+        names = registry.STRATEGIES[pattern]
+        return {name for name in names if not registry.refusal(p, name, boxes, Plan(name))}
+
+    others = {"pipelined", "signalled", "sequential"}
+    assert able(COLUMN) == {"hopper", "fused"} | others
+    assert able(ROW) == {"hopper"} | others
+    by_sms = Plan("hopper", transport="sm")
+    assert registry.refusal(problem(ROW), "hopper", boxes, by_sms) == "no link"
+    odd = replace(problem(Pattern.GEMM_AR), M=M + 1)
+    assert registry.refusal(odd, "hopper", boxes, Plan("hopper")) == "no link"
 
 
 def test_the_command_says_what_works_and_why_not(monkeypatch, capsys):

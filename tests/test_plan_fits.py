@@ -162,7 +162,7 @@ def test_the_stages_of_a_tile(tile, dtype, capability, compiled):
 
 
 def test_a_measured_plan_counts_where_the_strategys_own_does_not_fit(monkeypatch):
-    small, space = Plan("fused", tile=Tile(16, 16, 16)), SimpleNamespace(unavailable=None)
+    small, space = Plan("fused", tile=Tile(16, 16, 16)), SimpleNamespace(missing=None)
     fits = {small}
     monkeypatch.setattr(
         fused, "why_not", lambda problem, plan: None if plan in fits else "too large"

@@ -32,7 +32,7 @@ def pushes(
     """Of rank 1's shard: the peer, and how far from the beginning of its region, each with the
     offset in the shard, the bytes, and the rows and pitch of parts of K.
     """
-    space = SimpleNamespace(rank=1, world_size=world_size, timeout_ns=1)
+    space = SimpleNamespace(rank=1, world_size=world_size, timeout_ns=1, mailboxes=False)
     x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     p = CallProgram(space, Plan("hopper"), x, None, None, "", caller_steps=True)
     gather = transfer.add_gather(p, p.x, comm_rows, part_columns=part_columns)

@@ -26,6 +26,7 @@ from flux_megatron.problem import Plan
 from flux_megatron.symm import cpu_backend, objects, signals, workspace
 from flux_megatron.symm import device as devices
 from flux_megatron.symm.call_log import call_log
+from flux_megatron.symm.places import Missing
 from flux_megatron.symm.workspaces import release, workspaces
 
 
@@ -213,7 +214,7 @@ def test_objects_travel_on_the_gpu_that_the_group_is_bound_to():
 
 @on_cpu_ranks(2, environment=FUSED)
 def test_calls_fall_back_where_gpus_share_no_memory(rank):
-    workspace.why_not_shared = lambda group, device: "the GPUs share no memory: rank 0: closed"
+    workspace.missing = lambda group, device: Missing("the GPUs share no memory: rank 0: closed")
     check(Case("ag_gemm", 4, 4, 4))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "flux_megatron")  # it has been said

@@ -269,7 +269,7 @@ def test_a_plan_that_fails_later_does_not_take_the_others_with_it(rank):
 def test_every_strategys_default_comes_first(monkeypatch):
     problem = Problem(Pattern.AG_GEMM, 64, 4 * 12288, 12288, "bfloat16", 4)
     variants = {"fused": [FUSED, Plan("fused", 32)], "pipelined": [PIPELINED, Plan("pipelined", 8)]}
-    monkeypatch.setattr(registry, "candidates", lambda problem, name: variants[name])
+    monkeypatch.setattr(registry, "candidates", lambda problem, name, missing: variants[name])
     everything = [PLAIN, FUSED, PIPELINED, Plan("fused", 32), Plan("pipelined", 8)]
     assert tuner.candidates(problem, ["fused", "pipelined"]) == everything
 

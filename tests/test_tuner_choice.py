@@ -27,6 +27,7 @@ from flux_megatron.overlap.report import report
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 from flux_megatron.symm import workspaces
 from flux_megatron.symm.agreement import Agreement
+from flux_megatron.symm.places import Missing
 from flux_megatron.tuning import choice, environment, plan_cache, plan_table, tuner
 from flux_megatron.tuning.plan_entry import Entry, Measured
 from flux_megatron.tuning.plan_table import RANGES, PlanTable, for_rows, raced_as, range_of
@@ -158,9 +159,7 @@ def test_where_races_are_long_a_kind_has_that_of_its_own_m(monkeypatch, race_s, 
     monkeypatch.setattr(registry, "runnable", lambda *given: iter(["pipelined"]))
     monkeypatch.setattr(choice, "racers", lambda *given: [PLAIN])
     asked = SimpleNamespace(ask=lambda question, answer: [answer])
-    space = SimpleNamespace(
-        agreement=asked, group=None, device=torch.device("cpu"), unavailable=None
-    )
+    space = SimpleNamespace(agreement=asked, group=None, device=torch.device("cpu"), missing=None)
     problem, table = replace(LAYER, M=3000, device="cpu"), PlanTable()
     choice._race(problem, table.unsettled(problem), table, space)
     assert measured == raced
@@ -322,9 +321,9 @@ def test_the_nearest_point_of_the_range_gives_the_plan():
 
 
 def test_where_nothing_can_overlap_a_measured_sequential_is_no_reason(monkeypatch):
-    space = SimpleNamespace(unavailable="no memory is shared")
-    monkeypatch.setattr(registry, "refusal", lambda *given: given[2])
-    assert choice.choose(LAYER, PlanTable({4096: PLAIN}), space) == (PLAIN, space.unavailable)
+    space = SimpleNamespace(missing=Missing("no memory is shared"))
+    monkeypatch.setattr(registry, "refusal", lambda *given: given[2].reason)
+    assert choice.choose(LAYER, PlanTable({4096: PLAIN}), space) == (PLAIN, space.missing.reason)
 
 
 def test_a_plan_keeps_its_share_of_rows():
@@ -404,6 +403,16 @@ def test_the_rule_without_a_measurement(monkeypatch, M, names, strategy):
         assert plan_table.ruled(divided, ["low_latency", *NAMES]) == PLAIN
 
 
+def test_a_measured_plan_that_mailboxes_do_not_allow(monkeypatch):
+    boxes, pushed = Missing("no link", mailboxes=True), Plan("hopper", transport="sm")
+    monkeypatch.setattr(hopper, "supports", lambda problem: None)
+    monkeypatch.setattr(plan_table, "_default", lambda problem, name: Plan(name))
+    scattered = replace(LAYER, pattern=Pattern.GEMM_RS, M=4096)
+    table = PlanTable({4096: pushed})
+    assert table.plan(scattered, ["hopper"]) == pushed
+    assert table.plan(scattered, ["hopper"], boxes) == Plan("hopper")
+
+
 def test_the_rule_has_a_gemm_a_shard_for_blockwise_scales():
     blocks = replace(LAYER, dtype="float8_e4m3fn", out_dtype="bfloat16", blockwise=True)
     for M, plan in ((2048, Plan("pipelined")), (2047, PLAIN)):
@@ -412,11 +421,13 @@ def test_the_rule_has_a_gemm_a_shard_for_blockwise_scales():
 
 def test_a_race_leaves_out_what_never_wins(monkeypatch):
     tried = {name: [plan_of(name, comm_rows=rows) for rows in range(6)] for name in NAMES}
-    monkeypatch.setattr(registry, "candidates", lambda problem, name: tried[name])
+    monkeypatch.setattr(registry, "candidates", lambda problem, name, missing: tried[name])
     assert plan_table.racers(LAYER, NAMES) == [PLAIN, *tried["hopper"][:4], *tried["pipelined"][:4]]
     few = plan_table.racers(replace(LAYER, M=512), ["pipelined", "signalled"])
     assert few == [PLAIN, *tried["pipelined"][:4]]
     assert plan_table.racers(LAYER, ["signalled"]) == [PLAIN, *tried["signalled"][:4]]
+    boxes = plan_table.racers(LAYER, ["pipelined", "signalled"], Missing("no link", mailboxes=True))
+    assert boxes == [PLAIN, *tried["pipelined"][:4], *tried["signalled"][:4]]
     assert Plan("fused") in plan_table.racers(LAYER, NAMES[1:])
 
 

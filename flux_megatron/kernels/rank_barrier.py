@@ -46,7 +46,7 @@ def rank_barrier(call: Call) -> None:
     region = call.region
     launch_kernel(
         rank_barrier_kernel, (1,), Tile(num_warps=1, num_stages=1),
-        (region.pads[region.rank], region.pad_pointers, region.entries, call.status),
+        (region.own_pad, region.pad_pointers, region.entries, call.status),
         (region.rank, call.channel.timeout_ns),
         WORLD_SIZE=region.world_size,
         BLOCK=next_power_of_2(region.world_size * MAX_COMM_TILES.value),

@@ -109,6 +109,7 @@ def _ag_gemm(p: CallProgram) -> Slot:
             comm_rows=gather.comm_rows, layout=p.layout, tile=_tile_for(p.plan, p.scaling),
             scaling=p.scaling,
         )  # fmt: skip
+    gather.bring()
     if p.caller_steps:
         p.caller_step(gather.complete())
     gather.close(by_kernel=True)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from flux_megatron.kernels.hopper import gemm as hopper_gemm
 from flux_megatron.kernels.hopper.config import LOW
 from flux_megatron.kernels.sizes import cdiv, part_columns, tiles_of_shard
-from flux_megatron.overlap import hopper_plans, transfer
+from flux_megatron.overlap import arrivals, hopper_plans, transfer
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import COMM_TILES_MAX, Problem, Tile
 from flux_megatron.scaling import E4M3, Scaling, result_dtype
@@ -77,6 +77,7 @@ def _ag_gemm(p: CallProgram) -> Slot:
             **_words(gather.channel), rank=p.rank, comm_rows=gather.comm_rows, layout=p.layout,
             tile=tile, copy_local=borrows, k_parts=k_parts, scaling=p.scaling,
         )  # fmt: skip
+    gather.bring()
     if borrows:
         p.caller_step(gather.complete())
     gather.close(by_kernel=True)
@@ -106,7 +107,7 @@ def _push_tiles(
         last = min((comm_tile + 1) * tiles_comm, tiles) - 1
         return hopper_gemm.made_at(hops, last, M_shard, N, p.world_size, tile)
 
-    counted = []
+    counted, arriving = [], []
     # the last tile of one tells when it is ready: the order costs time, never the result
     all_of_them = itertools.product(range(p.world_size - 1), range(cdiv(tiles, tiles_comm)))
     for hops, comm_tile in sorted(all_of_them, key=made_at):
@@ -119,8 +120,12 @@ def _push_tiles(
             parts.operand.plus((hops * tiles + first) * tile_bytes), always(count * tile_bytes),
         )  # fmt: skip
         p.move("signal", channel.signal(owner, p.rank, comm_tile), channel.epoch)  # signal [B]
+        source = (p.rank - 1 - hops) % p.world_size
+        here = (source * tiles + first) * tile_bytes, count * tile_bytes
+        arriving.append(arrivals.Part(source, comm_tile, (here,)))
     for counter in counted:
         p.move("write", counter, always(0))
+    arrivals.bring(channel, arriving)
 
 
 def _rows(tile: Tile, scaling: Scaling | None) -> int:
@@ -128,9 +133,9 @@ def _rows(tile: Tile, scaling: Scaling | None) -> int:
     return tile.block_m + bool(scaling and scaling.wire)
 
 
-def _gemm_rs(p: CallProgram, gathering: Gathering | None = None) -> Slot:
+def _gemm_rs(p: CallProgram, gathering: Gathering | None = None, last: bool = True) -> Slot:
     """x @ w, tiles sent on as they are made, and their sum, which is part of the kernel: y
-    [M_shard, N], or all rows of the `gathering`.
+    [M_shard, N], or all rows of the `gathering`. The caller step is the `last` thing of a call.
     """
     from flux_megatron.kernels.hopper import gemm_rs as hopper_gemm_rs
 
@@ -140,7 +145,8 @@ def _gemm_rs(p: CallProgram, gathering: Gathering | None = None) -> Slot:
     dtype = E4M3 if rows > tile.block_m else result_dtype(p.x, p.scaling)
     rows *= tiles
     channel = p.channel(transfer.SCATTER, p.world_size * rows * tile.block_n * dtype.itemsize)
-    wanted = cdiv(M_shard, p.plan.comm_rows) if p.plan.comm_rows else 1
+    comm_rows = transfer.tile_rows(p, M_shard, p.plan.comm_rows)
+    wanted = cdiv(M_shard, comm_rows) if comm_rows else 1
     tiles_comm = cdiv(tiles, min(COMM_TILES_MAX, wanted))
     received = channel.region((p.world_size * rows, tile.block_n), dtype)
     parts: Slot = received
@@ -158,7 +164,8 @@ def _gemm_rs(p: CallProgram, gathering: Gathering | None = None) -> Slot:
     if not by_sm:
         with p.phase("scatter push"):
             _push_tiles(p, channel, parts, M_shard, N, tile, tiles_comm)
-    p.caller_step()
+    if last:
+        p.caller_step()
     if not by_sm:
         p.move("join")
     return y
@@ -170,6 +177,8 @@ def _gemm_ar(p: CallProgram) -> Slot:
 
     if p.plan.transport == "exchange":
         return _exchanged(p)
+    if p.space.mailboxes:  # where no kernel stores at every rank
+        return transfer.all_reduced(p, _gemm_rs(p, last=False))
     M, N = len(p.x), p.N
     y = p.x.new_empty(M, N)
     rows = cdiv(M, p.world_size)  # the last rank may have fewer

@@ -112,7 +112,10 @@ def _runs(rank: int, world_size: int, gemms: int) -> list[tuple[int, int]]:
 def _sums(p: CallProgram) -> transfer.ReduceScatter:
     """x @ w chunk by chunk, each pushed to its owner."""
     rank, world_size, M_shard = p.rank, p.world_size, len(p.x) // p.world_size
-    comm_rows = comm_rows_at_least(M_shard, p.plan.comm_rows)
+    comm_rows = p.plan.comm_rows
+    if p.plan.gemms:
+        comm_rows = transfer.tile_rows(p, M_shard, comm_rows)
+    comm_rows = comm_rows_at_least(M_shard, comm_rows)
     dtype = result_dtype(p.x, p.scaling)
     library_gemm.transpose(p)
     channel = p.channel(transfer.SCATTER, len(p.x) * p.N * dtype.itemsize)

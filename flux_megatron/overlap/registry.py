@@ -16,6 +16,7 @@ from flux_megatron.overlap import (
 )
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Problem
+from flux_megatron.symm.places import Missing
 from flux_megatron.symm.program import Builder
 
 
@@ -62,16 +63,29 @@ def strategy(problem: Problem, name: str) -> Strategy:
 
 
 def refusal(
-    problem: Problem, name: str, unavailable: str | None, plan: Plan | None = None
+    problem: Problem, name: str, missing: Missing | None, plan: Plan | None = None
 ) -> str | None:
     """Why the strategy cannot run the problem by this plan, or by its default one, or None.
-    `unavailable` says why there is no symmetric memory between the ranks, or is None.
+    `missing` is what the ranks' workspace says.
     """
     if name not in STRATEGIES[problem.pattern]:
         return f"{name} is not built for {problem.pattern}"
     one = strategy(problem, name)
-    reason = (unavailable if one.NEEDS_SYMMETRIC_MEMORY else None) or one.supports(problem)
-    return reason or one.why_not(problem, plan or one.default_plan(problem))
+    lacking = missing if one.NEEDS_SYMMETRIC_MEMORY else None
+    reason = None if lacking is None or lacking.mailboxes else lacking.reason
+    if reason := reason or one.supports(problem):
+        return reason
+    plan = plan or one.default_plan(problem)
+    if lacking is not None and not _by_copies(problem, plan):
+        return lacking.reason
+    return one.why_not(problem, plan)
+
+
+def _by_copies(problem: Problem, plan: Plan) -> bool:
+    """Whether copy engines alone reach other ranks, so that mailboxes will do."""
+    if plan.strategy == "hopper":
+        return plan.transport == "copy_engine" and transfer.unequal_shards(problem) is None
+    return plan.strategy == "pipelined" or (plan.strategy == "fused" and problem.spec.gathers)
 
 
 def why_not(problem: Problem, plan: Plan) -> str | None:
@@ -83,19 +97,19 @@ def why_not(problem: Problem, plan: Plan) -> str | None:
     return strategy(problem, plan.strategy).why_not(problem, plan)
 
 
-def runnable(problem: Problem, wanted: str, unavailable: str | None) -> Iterator[str]:
+def runnable(problem: Problem, wanted: str, missing: Missing | None) -> Iterator[str]:
     """The strategies that overlap and can run the problem, each asked when the caller comes to it:
-    at a new M the host would make a plan of each. `wanted` is one strategy or "auto"; `unavailable`
+    at a new M the host would make a plan of each. `wanted` is one strategy or "auto"; `missing`
     as in `refusal`.
     """
     for name in _asked(problem, wanted):
-        if refusal(problem, name, unavailable) is None:
+        if refusal(problem, name, missing) is None:
             yield name
 
 
-def why_none(problem: Problem, wanted: str, unavailable: str | None) -> str | None:
+def why_none(problem: Problem, wanted: str, missing: Missing | None) -> str | None:
     """Of a problem that none of them can run: the last one's reason, which needs least."""
-    return refusal(problem, _asked(problem, wanted)[-1], unavailable)
+    return refusal(problem, _asked(problem, wanted)[-1], missing)
 
 
 def _asked(problem: Problem, wanted: str) -> list[str]:
@@ -103,11 +117,14 @@ def _asked(problem: Problem, wanted: str) -> list[str]:
     return [*overlap] if wanted == "auto" else [wanted]
 
 
-def candidates(problem: Problem, name: str) -> list[Plan]:
-    """The plans of a strategy that are worth measuring; its default plan is the first."""
+def candidates(problem: Problem, name: str, missing: Missing | None = None) -> list[Plan]:
+    """The plans of a strategy that can run and are worth measuring; its default plan, if it can, is
+    the first.
+    """
     module = strategy(problem, name)
     plans = dict.fromkeys([module.default_plan(problem), *module.candidates(problem)])
-    return [plan for plan in plans if module.why_not(problem, plan) is None]
+    able = [one for one in plans if missing is None or not refusal(problem, name, missing, one)]
+    return [plan for plan in able if module.why_not(problem, plan) is None]
 
 
 def gather_plan(problem: Problem, plan: Plan) -> Plan:

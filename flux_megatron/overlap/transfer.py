@@ -18,7 +18,9 @@ from torch import Tensor
 from flux_megatron.kernels.portable.reduce_received import reduce_received
 from flux_megatron.kernels.portable.wait_sources import wait_sources
 from flux_megatron.kernels.rank_barrier import rank_barrier
-from flux_megatron.problem import Problem
+from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.overlap import arrivals
+from flux_megatron.problem import COMM_TILES_MAX, Problem
 from flux_megatron.symm import copies
 from flux_megatron.symm.channel import Call, Channel
 from flux_megatron.symm.enqueue import Operand, always
@@ -38,6 +40,13 @@ def unequal_shards(problem: Problem) -> str | None:
     return None
 
 
+def tile_rows(p: CallProgram, rows: int, comm_rows: int) -> int:
+    """Of a communication tile. Where a plan leaves it open and there are mailboxes, an eighth of
+    the rows: the second copy of a tile begins when the first has ended.
+    """
+    return comm_rows or (cdiv(rows, COMM_TILES_MAX) if p.space.mailboxes else 0)
+
+
 def begin(
     workspace: Workspace, channel: str, size_bytes: int, kind: type[Channel] = Channel
 ) -> Call:
@@ -48,6 +57,8 @@ def begin(
     call = workspace.begin(channel, size_bytes, kind)
     if call.region.entries is not None:
         rank_barrier(call)
+        if workspace.mailboxes:
+            arrivals.begin_captured(call)
     return call
 
 
@@ -63,12 +74,9 @@ def _push_shard(
     blockwise `scales` of x go before the first signal: they are a 32nd of its bytes.
     """
     rows, pitch = len(x), x.shape[1] * x.element_size()
-    peers = [(p.rank - step) % p.world_size for step in range(1, p.world_size)]
     tiles = [*_comm_tiles(rows, pitch, comm_rows, part_columns * x.element_size())]
-    order = [(peer, number) for peer in peers for number in range(len(tiles))]
-    if part_columns:
-        order.sort(key=lambda pair: pair[1])
-    for peer, number in order:
+    for step, number in _order(p.world_size, len(tiles), bool(part_columns)):
+        peer = (p.rank - step) % p.world_size
         offset, size_bytes = tiles[number]
         to = channel.peer(peer, p.rank * rows * pitch + offset)
         given = to, x.operand.plus(offset), always(size_bytes)
@@ -80,6 +88,12 @@ def _push_shard(
             p.move("copy", *given)
         p.move("signal", channel.signal(peer, p.rank, number), channel.epoch)  # signal [A]
     return len(tiles)
+
+
+def _order(world_size: int, tiles: int, of_columns: bool) -> list[tuple[int, int]]:
+    """How far the peer of each push is, and the number of its communication tile."""
+    pairs = [(step, number) for step in range(1, world_size) for number in range(tiles)]
+    return sorted(pairs, key=lambda pair: pair[1]) if of_columns else pairs
 
 
 def _behind_rows(channel: ChannelSlots, rank: int, x: Slot, scales: Slot) -> Operand:
@@ -115,13 +129,16 @@ class Gather:
     local_copy: str
     scales: Slot | None = None
     gathered_scales: Slot | None = None
+    part_columns: int = 0
     joined: bool = False
+    brought: bool = False
     awaited: int = 1  # ranks whose signals this one has awaited; its own rows need none
 
     def wait_for(self, first_source: int, count: int = 1) -> None:
         """Order the current stream after the rows of `count` ranks from `first_source` on,
         around the ring. Each rank once.
         """
+        self.bring()
         self.awaited += count
         with self.program.phase("wait"):
             wait_sources(
@@ -132,6 +149,30 @@ class Gather:
                 M_shard=self.comm_tiles,
                 comm_rows=1,
             )
+
+    def bring(self) -> None:
+        """Have the rows come from the mailbox, if there is one: behind the kernel that runs beside
+        it, and before the caller's stream waits for them.
+        """
+        if not self.brought and self.program.space.mailboxes:
+            arrivals.bring(self.channel, self._arriving())
+        self.brought = True
+
+    def _arriving(self) -> list[arrivals.Part]:
+        """What peers push, in the order in which it comes."""
+        p, x = self.program, self.x
+        rows, pitch = len(x), x.shape[1] * x.element_size()
+        tiles = [*_comm_tiles(rows, pitch, self.comm_rows, self.part_columns * x.element_size())]
+        box = (rows, pitch) if self.part_columns else ()
+        parts = []
+        for step, number in _order(p.world_size, len(tiles), bool(self.part_columns)):
+            source, (offset, size_bytes) = (p.rank + step) % p.world_size, tiles[number]
+            blocks = [(source * x.nbytes + offset, size_bytes, *box)]
+            if self.scales is not None and number == 0:
+                scales = self.scales.nbytes
+                blocks.append((p.world_size * x.nbytes + source * scales, scales))
+            parts.append(arrivals.Part(source, number, tuple(blocks)))
+        return parts
 
     def scales_of(self, first: int, last: int) -> Slot | None:
         """The blockwise scales of the rows of the ranks from `first` to before `last`."""
@@ -197,7 +238,7 @@ def add_gather(
     """
     scale_bytes = 0 if scales is None else scales.nbytes
     channel = p.channel(channel_name, p.world_size * (x.nbytes + scale_bytes))
-    comm_rows = comm_rows_at_least(len(x), comm_rows)
+    comm_rows = comm_rows_at_least(len(x), tile_rows(p, len(x), comm_rows))
     with p.phase("gather push"):
         p.move("fork")
         comm_tiles = _push_shard(p, channel, x, comm_rows, part_columns, scales)
@@ -207,8 +248,9 @@ def add_gather(
         shape = p.world_size * len(scales), scales.shape[1]
         gathered_scales = channel.region(shape, scales.dtype, gathered.nbytes)
     return Gather(
-        p, channel, x, gathered, comm_rows, comm_tiles, local_copy, scales, gathered_scales
-    )
+        p, channel, x, gathered, comm_rows, comm_tiles, local_copy, scales, gathered_scales,
+        part_columns,
+    )  # fmt: skip
 
 
 def gather_rows(p: CallProgram, channel_name: str = GATHER) -> None:
@@ -244,6 +286,8 @@ class ReduceScatter:
     def finish(self) -> Slot:
         """y [M_shard, N]: the fp32 sum of the received blocks in rank order."""
         p, M_shard = self.channel.program, self.received.shape[1]
+        if p.space.mailboxes:
+            arrivals.bring(self.channel, self._arriving())
         if self.staging is not None and copies.spare_sms(p.x.device):
             # one CTA waits, for those of the reduction may hold all SMs
             wait_sources(
@@ -256,6 +300,18 @@ class ReduceScatter:
             p.move("join")
             p.held += (self.staging,)
         return y
+
+    def _arriving(self) -> list[arrivals.Part]:
+        """What peers push, in the order in which it comes."""
+        p, (_, M_shard, N) = self.channel.program, self.received.shape
+        row_bytes = N * self.received.element_size()
+        return [
+            arrivals.Part(source, number, ((source * M_shard * row_bytes + offset, size_bytes),))
+            for source in ((p.rank - hops) % p.world_size for hops in range(1, p.world_size))
+            for number, (offset, size_bytes) in enumerate(
+                _comm_tiles(M_shard, row_bytes, self.comm_rows, 0)
+            )
+        ]
 
 
 def all_reduced(p: CallProgram, sums: Slot) -> Slot:

@@ -23,17 +23,23 @@ class SymmetricBuffer:
     """`shards[r]` is rank r's memory (uint8 [size_bytes]) as this process sees it.
 
     `pointers` (int64 [R], on the device) holds the same addresses for kernels. `keep_alive` owns
-    the mappings.
+    the mappings. Where there is a `mailbox` (`symm.mailbox`), other ranks write this one's there.
     """
 
     rank: int
     shards: tuple[Tensor, ...]
     pointers: Tensor
     keep_alive: object
+    mailbox: Tensor | None = None
 
     @property
     def size_bytes(self) -> int:
         return self.shards[self.rank].numel()
+
+    @property
+    def own(self) -> Tensor:
+        """Where other ranks write this one's."""
+        return self.shards[self.rank] if self.mailbox is None else self.mailbox
 
     def view(
         self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int = 0
@@ -50,7 +56,8 @@ class Region:
 
     `pointers` and `pad_pointers` are int64 [R] on the device: the addresses of all ranks' regions
     and pads. `entries`, int32 [1], is this rank's count of captured calls, None in the regions of
-    eager calls. `fixed` are tensors for calls, in the order of their channel's `FIXED`.
+    eager calls. `fixed` are tensors for calls, in the order of their channel's `FIXED`. Other ranks
+    write this one's signals in `own_pad`.
     """
 
     rank: int
@@ -61,6 +68,7 @@ class Region:
     pad_pointers: Tensor
     entries: Tensor | None
     fixed: tuple[Tensor, ...]
+    own_pad: Tensor
     _data: SymmetricBuffer
     _offset_bytes: int
     _prepared: LRUCache[Hashable, Any] = field(default_factory=LRUCache)
@@ -70,6 +78,12 @@ class Region:
     ) -> Tensor:
         """Rank `rank`'s region, or what is `offset_bytes` behind its beginning, as a tensor."""
         return self._data.view(rank, shape, dtype, self._offset_bytes + offset_bytes)
+
+    @property
+    def mailbox(self) -> int:
+        """The address of what others have written for this rank, 0 where that is its region."""
+        box = self._data.mailbox
+        return 0 if box is None else box.data_ptr() + self._offset_bytes
 
     @cached_property
     def words(self) -> tuple[int, ...]:

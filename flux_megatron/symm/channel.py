@@ -12,7 +12,7 @@ call a channel, which `begin` and `end` enforce.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar, NamedTuple
@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
 from flux_megatron.symm import device as devices
-from flux_megatron.symm import signals
+from flux_megatron.symm import mailbox_watch, signals
 from flux_megatron.symm.buffer import Region, SymmetricBuffer
 from flux_megatron.symm.groups import name_of
 from flux_megatron.symm.lasting import lasting
@@ -54,7 +54,8 @@ class Call(NamedTuple):
 class Channel:
     """A symmetric buffer in regions, its signals, and the epoch of the last eager call.
 
-    `status` records waits that run out of time. Collective constructor.
+    `status` records waits that run out of time; `mailboxes` says that other ranks write into such.
+    Collective constructor.
     """
 
     # the tensors of a region that kernels take: their places in `Region.fixed`, and their types
@@ -64,12 +65,15 @@ class Channel:
         "partial_counters": (5, torch.int32), "work_counter": (6, torch.int32),
     }  # fmt: skip
 
-    def __init__(self, group: ProcessGroup, device: torch.device, status: Status) -> None:
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, status: Status, mailboxes: bool = False
+    ) -> None:
         self._group, self._device, self._status = group, device, status
+        self._mailboxes = mailboxes
         self._rank, self._world_size = group.rank(), group.size()
         self._named: list[Tensor] = []
         self._pad_bytes = signals.pad_words(self._world_size) * torch.int32.itemsize
-        self._pad_buffer = devices.allocate(2 * self._pad_bytes, group, device)
+        self._pad_buffer = devices.allocate(2 * self._pad_bytes, group, device, mailboxes)
         self._pads, self._captured_pads = (self._pads_at(n * self._pad_bytes) for n in range(2))
         self._captured_pad_pointers = self._pad_buffer.pointers + self._pad_bytes
         zeros = partial(torch.zeros, dtype=torch.int32, device=device)
@@ -78,8 +82,14 @@ class Channel:
         self.work_counter = zeros(signals.WORK_WORDS)
         self._entries = zeros(1)
         awaited = partial(signals.describe_slot, world_size=self._world_size)
-        for pads in (self._pads, self._captured_pads):
-            self._name(pads[self._rank], awaited)
+        self._awaited: mailbox_watch.Awaited | None = None
+        if mailboxes:
+            words = signals.pad_words(self._world_size)
+            self._awaited = mailbox_watch.Awaited(self._rank, self._pad_buffer, words, status)
+            mailbox_watch.watch(self._awaited)
+        own = [self._own_pad(first) for first in (0, self._pad_bytes)] if mailboxes else []
+        for pad in (self._pads[self._rank], self._captured_pads[self._rank], *own):
+            self._name(pad, awaited)
         self._name(self.partial_counters, "the partials of tile {}".format)
         self.epoch = 0
         self.open = False  # whether a call is
@@ -107,6 +117,8 @@ class Channel:
         """Nobody uses the channel any more: its waits lose their names."""
         for pad in self._named:
             self._forget(pad)
+        if self._awaited is not None:
+            mailbox_watch.forget(self._awaited)
 
     @property
     def held_by_graph(self) -> bool:
@@ -148,7 +160,7 @@ class Channel:
         fixed = (region.pointers, pad_pointers, pads[self._rank], *region.fixed[3:])
         self._captured = replace(
             region, pads=pads, pad_pointers=pad_pointers, entries=self._entries, fixed=fixed,
-            _prepared=LRUCache(),
+            own_pad=self._own_pad(self._pad_bytes), _prepared=LRUCache(),
         )  # fmt: skip
         self._regions, self.region_bytes = (), 0
         return self._captured
@@ -157,6 +169,11 @@ class Channel:
         """Close an eager call of which nothing has been enqueued."""
         self.epoch -= 1
         self.open = False
+
+    def expect(self, epoch: int, slots: Sequence[int]) -> None:
+        """A stream awaits these signals in the mailbox."""
+        assert self._awaited is not None, "a channel without mailboxes"
+        self._awaited.expect(epoch, slots, self._status.bound_s(self._group))
 
     def end(self, call: Call) -> None:
         """Close the call: all that reads its region has been enqueued on the current stream."""
@@ -190,7 +207,8 @@ class Channel:
             if self._captured is not None:
                 self._outgrown.append(self._captured)
                 self._captured = None
-        data = devices.allocate(size if spare else 2 * size, self._group, self._device)
+        wanted = size if spare else 2 * size
+        data = devices.allocate(wanted, self._group, self._device, self._mailboxes)
         self._regions = self._new_region(data, size, 0), spare or self._new_region(data, size, 1)
         self.region_bytes = size
 
@@ -201,7 +219,8 @@ class Channel:
 
         Call it after the last signal of the calls so far and before the first of the next one.
         """
-        self._pads[self._rank].fill_(signals.as_int32(self.epoch))
+        for pad in (self._pads[self._rank], self._own_pad(0)):
+            pad.fill_(signals.as_int32(self.epoch))
 
     def _pads_at(self, offset_bytes: int) -> tuple[Tensor, ...]:
         shape = (signals.pad_words(self._world_size),)
@@ -209,6 +228,10 @@ class Channel:
             self._pad_buffer.view(rank, shape, torch.int32, offset_bytes)
             for rank in range(self._world_size)
         )
+
+    def _own_pad(self, offset_bytes: int) -> Tensor:
+        """Where other ranks signal to this one."""
+        return self._pad_buffer.own[offset_bytes:][: self._pad_bytes].view(torch.int32)
 
     def _counters(self) -> tuple[Tensor, ...]:
         return self.tile_counters, self.partial_counters, self.work_counter
@@ -224,6 +247,7 @@ class Channel:
             pads=self._pads,
             pad_pointers=pad_pointers,
             entries=None,
+            own_pad=self._own_pad(0),
             fixed=(pointers, pad_pointers, pad, self._status.words, *self._counters()),
             _data=data,
             _offset_bytes=index * size_bytes,

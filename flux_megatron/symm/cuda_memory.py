@@ -37,15 +37,14 @@ def allocate(size_bytes: int, group: ProcessGroup, device: torch.device) -> Symm
     torch.cuda.synchronize(device)  # the driver's functions need the context that this makes
     memory, mapped = Memory(size_bytes, device), list[Mapping]()
     with contextlib.closing(memory), contextlib.closing(Letterbox()) as box:
-        uuid = _uuid(device.index)
+        uuid = uuid_of(device.index)
         uuids, addresses, failures = zip(
             *objects.all_gather((uuid, box.address, memory.failure), group), strict=True
         )
-        _refuse(size_bytes, failures)
-        if len({*uuids}) < len(uuids) and os.environ.get(SHARED_GPUS) != "1":
-            raise errors.WorkspaceError(f"several ranks share a GPU: {', '.join(uuids)}")
+        refuse(size_bytes, failures)
+        refuse_shared_gpus(uuids)
         others = [one for rank, one in enumerate(uuids) if rank != group.rank()]
-        copies.note_peers(device, uuid, others, {*map(_uuid, range(torch.cuda.device_count()))})
+        copies.note_peers(device, uuid, others, {*map(uuid_of, range(torch.cuda.device_count()))})
         failure = ""
         try:
             shared = box.exchange(memory.descriptor, addresses, group.rank(), timeout_s(group))
@@ -55,7 +54,7 @@ def allocate(size_bytes: int, group: ProcessGroup, device: torch.device) -> Symm
         except (RuntimeError, OSError) as error:
             failure = first_line(error)
         # and no rank signals before all ranks have zeroed their memory
-        _refuse(size_bytes, objects.all_gather(failure, group))
+        refuse(size_bytes, objects.all_gather(failure, group))
     addresses_here = [one.address for one in mapped]
     return SymmetricBuffer(
         rank=group.rank(),
@@ -74,11 +73,18 @@ def why_not_shared(group: ProcessGroup, device: torch.device) -> str | None:
     return None
 
 
-def _uuid(index: int) -> str:
+def uuid_of(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
-def _refuse(size_bytes: int, failures: Sequence[str]) -> None:
+def refuse_shared_gpus(uuids: Sequence[str]) -> None:
+    """Unless torch's variable permits them."""
+    if len({*uuids}) < len(uuids) and os.environ.get(SHARED_GPUS) != "1":
+        raise errors.WorkspaceError(f"several ranks share a GPU: {', '.join(uuids)}")
+
+
+def refuse(size_bytes: int, failures: Sequence[str]) -> None:
+    """`WorkspaceError` of the first rank that failed, if one did."""
     for rank, failure in enumerate(failures):
         if failure:
             raise errors.WorkspaceError(
@@ -172,10 +178,11 @@ class Mapping:
         access.location.id = device.index
         access.flags = _driver().CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         call("cuMemSetAccess", address, size_bytes, [access], 1)
-        self.tensor = _tensor(address, size_bytes, device)
+        self.tensor = tensor_at(address, size_bytes, device)
 
 
-def _tensor(address: int, size_bytes: int, device: torch.device) -> Tensor:
+def tensor_at(address: int, size_bytes: int, device: torch.device) -> Tensor:
+    """These bytes, which it does not keep."""
     storage = torch._C._construct_storage_from_data_pointer(address, device, size_bytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 

@@ -10,23 +10,33 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
-from flux_megatron.symm import cpu_backend, cuda_backend, cuda_memory, enqueue
+from flux_megatron.symm import cpu_backend, cuda_backend, cuda_memory, enqueue, mailbox
 from flux_megatron.symm.buffer import SymmetricBuffer
 from flux_megatron.symm.copy_engine import CopyEngine
+from flux_megatron.symm.places import Missing
 
 
-def allocate(size_bytes: int, group: ProcessGroup, device: torch.device) -> SymmetricBuffer:
-    """Zeroed symmetric memory over `group`. Collective: every rank calls it with the same size."""
+def allocate(
+    size_bytes: int, group: ProcessGroup, device: torch.device, mailboxes: bool = False
+) -> SymmetricBuffer:
+    """Zeroed symmetric memory over `group`, or with mailboxes in the host's memory. Collective:
+    every rank calls it with the same size.
+    """
+    if mailboxes:
+        return mailbox.allocate(size_bytes, group, device)
     if device.type == "cuda":
         return cuda_memory.allocate(size_bytes, group, device)
     return cpu_backend.allocate(size_bytes, group)
 
 
-def why_not_shared(group: ProcessGroup, device: torch.device) -> str | None:
-    """Why the ranks cannot share the device's memory, tried once; None if they can. Collective."""
-    if device.type == "cuda" and group.size() > 1:
-        return cuda_memory.why_not_shared(group, device)
-    return None
+def missing(group: ProcessGroup, device: torch.device) -> Missing | None:
+    """Why ranks of one machine cannot share the device's memory, tried once; None if they can.
+    Collective.
+    """
+    if device.type == "cpu" or group.size() == 1:
+        return None
+    reason = cuda_memory.why_not_shared(group, device)
+    return Missing(reason, mailbox.why_none(group, device) is None) if reason else None
 
 
 def active(device: torch.device) -> AbstractContextManager[object]:
@@ -66,6 +76,12 @@ def flag_stream(device: torch.device) -> CopyEngine:
     """A stream of a device that waits for collectives and flags what has come: the next collective
     waits for none of them.
     """
+    return _engine(device)
+
+
+@cache
+def arrival_stream(device: torch.device) -> CopyEngine:
+    """A stream of a device that brings what has come to its mailboxes."""
     return _engine(device)
 
 

@@ -26,6 +26,15 @@ class Place(NamedTuple):
     doorbell: str
 
 
+class Missing(NamedTuple):
+    """Why kernels reach no memory of other ranks, and whether copy engines do: mailboxes in the
+    host's memory (`symm.mailbox`).
+    """
+
+    reason: str
+    mailboxes: bool = False
+
+
 def places(group: ProcessGroup, device: torch.device, doorbell: str) -> list[Place]:
     """The place of each rank, by its number. Collective."""
     mine = (device.type, machine(), doorbell)

@@ -76,11 +76,26 @@ class Status:
     def end_waits(self, mismatch: str) -> None:
         """Have all waits give up, because what they wait for will not come."""
         self.mismatch = self.mismatch or mismatch
+        self._give_up()
+
+    def _give_up(self) -> None:
         for _ in range(_LOOKS):
             if not self._record[signals.STATUS_TRIPPED]:
                 self._record[signals.STATUS_TRIPPED] = signals.STATUS_MISMATCH
             self._record[signals.STATUS_OVER] = 1
             time.sleep(_LOOK_S)
+
+    def report_late(self, pad: Tensor, slot: int, expected: int, seen: int) -> None:
+        """As a kernel whose wait has run out of time; the first report stays."""
+        record, address = self._record, pad.data_ptr()
+        if record[signals.STATUS_TRIPPED]:
+            return
+        record[signals.STATUS_SLOT], record[signals.STATUS_SEEN] = slot, seen
+        record[signals.STATUS_EXPECTED] = signals.as_int32(expected)
+        record[signals.STATUS_PAD_LOW] = signals.as_int32(address)
+        record[signals.STATUS_PAD_HIGH] = address >> 32
+        record[signals.STATUS_TRIPPED] = signals.STATUS_LATE
+        self._give_up()
 
     def late(self) -> str:
         """Who waited for what, and how long; "" while no wait is late."""

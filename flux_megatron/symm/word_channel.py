@@ -33,8 +33,10 @@ class WordChannel(Channel):
         "arrivals": (9, torch.int32),
     }  # fmt: skip
 
-    def __init__(self, group: ProcessGroup, device: torch.device, status: Status) -> None:
-        super().__init__(group, device, status)
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, status: Status, mailboxes: bool = False
+    ) -> None:
+        super().__init__(group, device, status, mailboxes)
         self.epochs = torch.zeros(1, dtype=torch.int32, device=device)
         self.work = torch.zeros(2 * signals.WORK_WORDS, dtype=torch.int32, device=device)
         self.arrivals = torch.zeros(2, dtype=torch.int32, device=device)

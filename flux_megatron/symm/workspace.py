@@ -22,11 +22,11 @@ from flux_megatron.symm import doorbell
 from flux_megatron.symm.agreement import Agreement
 from flux_megatron.symm.call_log import QUESTION, CallLog, call_log, different_calls
 from flux_megatron.symm.channel import REFRESH_EVERY, Call, Channel
-from flux_megatron.symm.device import active, capturing, copy_engine, why_not_shared
+from flux_megatron.symm.device import active, capturing, copy_engine, missing
 from flux_megatron.symm.groups import is_listed
 from flux_megatron.symm.lasting import lasting
 from flux_megatron.symm.lru_cache import LRUCache
-from flux_megatron.symm.places import places, why_unavailable
+from flux_megatron.symm.places import Missing, places, why_unavailable
 from flux_megatron.symm.status import Status
 
 # Of calls that are remembered: some 400 numbers of rows of a model's eight kinds of layers. Each
@@ -64,12 +64,27 @@ class Workspace:
         self.settings: settings.Settings | None = None  # under which `checked` is valid
         ranks = places(group, device, doorbell.address(_compare))
         self._doorbells = [place.doorbell for place in ranks]
-        self.unavailable = why_unavailable(ranks, group) or why_not_shared(group, device)
-        self.calls = None if self.unavailable else call_log(group, device)
+        apart = why_unavailable(ranks, group)
+        self.missing = Missing(apart) if apart else missing(group, device)
+        self.calls = call_log(group, device) if self.shares_memory else None
         self.failed_alone = False  # unless the other ranks have failed too: the next call asks
         self._late = ""  # the wait that ran out of time, with its likely reason
         self._status = Status(device, limit_s)
         self.channels: dict[str, Channel] = {}
+
+    @property
+    def unavailable(self) -> str | None:
+        """Why kernels reach no memory of other ranks, or None."""
+        return None if self.missing is None else self.missing.reason
+
+    @property
+    def mailboxes(self) -> bool:
+        """Whether copy engines alone reach other ranks, by `symm.mailbox`."""
+        return self.missing is not None and self.missing.mailboxes
+
+    @property
+    def shares_memory(self) -> bool:
+        return self.missing is None or self.missing.mailboxes
 
     @property
     def timeout_ns(self) -> int:
@@ -114,7 +129,8 @@ class Workspace:
             )
         self._barrier(f"{channel} grows to {size_bytes} bytes")  # no rank uses the old memory now
         if channel not in self.channels:
-            self.channels[channel] = kind(self.group, self.device, self._status)
+            made = kind(self.group, self.device, self._status, self.mailboxes)
+            self.channels[channel] = made
         self.channels[channel].grow(size_bytes)
         return self.channels[channel]
 
@@ -146,7 +162,7 @@ class Workspace:
         """Raise the error that has made results of this group worthless, if there is one."""
         if self._late:
             raise errors.SignalTimeout(self._late)
-        if self._status.tripped and self.unavailable is None:
+        if self._status.tripped and self.shares_memory:
             self._explain_end_of_waits()
         if self.agreement.broken:
             raise errors.GroupBroken(self.agreement.broken)

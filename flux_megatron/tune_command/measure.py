@@ -111,9 +111,9 @@ def _show(status: Status, title: str, plan: Plan) -> None:
 def _measured(
     group: dist.ProcessGroup, device: torch.device, problem: Problem, watch: Watch
 ) -> Entry:
-    unavailable = workspace(group, device).unavailable
-    names = [*registry.runnable(problem, "auto", unavailable)]
-    plans = tuner.candidates(problem, names)
+    missing = workspace(group, device).missing
+    names = [*registry.runnable(problem, "auto", missing)]
+    plans = tuner.candidates(problem, names, missing)
     return tuner.measure(Trial, problem, plans, group, device, watch=watch)
 
 

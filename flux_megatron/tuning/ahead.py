@@ -111,9 +111,9 @@ def _plans(
     """The plans that calls of a range may have, each with some rows that have all of its code."""
     for M in _rows(number, kind.world_size):
         problem = replace(kind, M=M)
-        names = [*registry.runnable(problem, "auto", space.unavailable)]
+        names = [*registry.runnable(problem, "auto", space.missing)]
         for one in dict.fromkeys(_candidates(kind, number, problem, names, table, space)):
-            if registry.refusal(problem, one.strategy, space.unavailable, one) is None:
+            if registry.refusal(problem, one.strategy, space.missing, one) is None:
                 yield problem, one
 
 
@@ -127,8 +127,8 @@ def _candidates(
     if (measured := table.measured(problem)) is not None:
         return [measured, *found]
     raced = raced_as(kind, number)
-    names = [*registry.runnable(raced, "auto", space.unavailable)]
-    return found + [for_rows(one, raced.M, problem) for one in racers(raced, names)]
+    names = [*registry.runnable(raced, "auto", space.missing)]
+    return found + [for_rows(one, raced.M, problem) for one in racers(raced, names, space.missing)]
 
 
 def _rows(number: int, world_size: int) -> list[int]:

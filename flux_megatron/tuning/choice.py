@@ -79,7 +79,7 @@ def _wanted(problem: Problem, space: Workspace) -> str:
     given = settings.get()
     wanted = given.strategy + ", strictly" * given.strict
     if space.calls is None:  # nothing will compare what they choose
-        names = [*registry.runnable(problem, given.strategy, space.unavailable)]
+        names = [*registry.runnable(problem, given.strategy, space.missing)]
         wanted += f" (can run: {', '.join(names) or 'none'})"
     return wanted
 
@@ -94,15 +94,15 @@ def choose(problem: Problem, table: PlanTable, space: Workspace) -> tuple[Plan, 
         return sequential.default_plan(problem), None
     if wanted == "auto" and (plan := _measured_plan(problem, table, space)):
         return plan, None
-    names = registry.runnable(problem, wanted, space.unavailable)
+    names = registry.runnable(problem, wanted, space.missing)
     if (first := next(names, None)) is None:
-        reason = registry.why_none(problem, wanted, space.unavailable)
+        reason = registry.why_none(problem, wanted, space.missing)
         return sequential.default_plan(problem), reason
     if wanted != "auto":
         return registry.strategy(problem, wanted).default_plan(problem), None
     if _is_raced(problem) and (ranges := table.unsettled(problem)):
         _race(problem, ranges, table, space)
-    return table.plan(problem, chain((first,), names)), None
+    return table.plan(problem, chain((first,), names), space.missing), None
 
 
 def _measured_plan(problem: Problem, table: PlanTable, space: Workspace) -> Plan | None:
@@ -112,7 +112,7 @@ def _measured_plan(problem: Problem, table: PlanTable, space: Workspace) -> Plan
     plan = table.measured(problem)
     if plan is None or plan.strategy == "sequential":
         return None
-    return None if registry.refusal(problem, plan.strategy, space.unavailable, plan) else plan
+    return None if registry.refusal(problem, plan.strategy, space.missing, plan) else plan
 
 
 def _is_raced(problem: Problem) -> bool:
@@ -136,8 +136,8 @@ def _race(problem: Problem, ranges: list[int], table: PlanTable, space: Workspac
     table.settled |= {*ranges}
     plans_of: dict[Problem, list[Plan]] = {}
     for one in problems if said[0]["seconds"] > 0 else []:
-        names = [*registry.runnable(one, "auto", space.unavailable)]
-        plans_of |= {one: racers(one, names)} if names else {}
+        names = [*registry.runnable(one, "auto", space.missing)]
+        plans_of |= {one: racers(one, names, space.missing)} if names else {}
     with lasting():  # what is compiled and measured belongs to no caller
         if space.device.type == "cuda":
             ahead.compile_kinds(problem, ranges, table, space)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.overlap import registry, sequential, signalled_plans
 from flux_megatron.problem import Plan, Problem
+from flux_megatron.symm.places import Missing
 
 # The binary logarithm of the M that stands for a range, from 1/sqrt(2) to sqrt(2) of it; the first
 # and the last have all that is below and above.
@@ -56,11 +57,12 @@ class PlanTable:
     settled: set[int] = field(default_factory=set)
     apart: bool = False
 
-    def plan(self, problem: Problem, names: Iterable[str]) -> Plan:
+    def plan(self, problem: Problem, names: Iterable[str], missing: Missing | None = None) -> Plan:
         """Of the strategies `names`, which can run the problem, or `sequential`."""
         if plan := self.measured(problem):
             names = [*names]
-            if plan.strategy in (*names, "sequential"):
+            refused = missing and registry.refusal(problem, plan.strategy, missing, plan)
+            if plan.strategy in (*names, "sequential") and not refused:
                 return plan
         return ruled(problem, names)
 
@@ -125,13 +127,16 @@ def ruled(problem: Problem, names: Iterable[str]) -> Plan:
     return sequential.default_plan(problem)
 
 
-def racers(problem: Problem, names: Sequence[str]) -> list[Plan]:
+def racers(problem: Problem, names: Sequence[str], missing: Missing | None = None) -> list[Plan]:
     """What a race at start tries, after `sequential`: the first plans of each strategy. In no race
-    of 296 was `fused` the fastest where `hopper` could run, or `signalled` where another could.
+    of 296 was `fused` the fastest where `hopper` could run, or `signalled` where kernels reach
+    other ranks.
     """
     raced = [name for name in names if name != "fused" or "hopper" not in names]
-    raced = [name for name in raced if name != "signalled"] or raced
-    found = [plan for name in raced for plan in registry.candidates(problem, name)[:FIRST_PLANS]]
+    if missing is None:
+        raced = [name for name in raced if name != "signalled"] or raced
+    able = (registry.candidates(problem, name, missing)[:FIRST_PLANS] for name in raced)
+    found = [plan for plans in able for plan in plans]
     return [sequential.default_plan(problem), *found]
 
 

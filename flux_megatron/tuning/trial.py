@@ -78,7 +78,7 @@ class AnyTrial(Generic[E]):
         self.close()
         self._space = Workspace(self.group, self.device, WAIT_S)
         self._spaces.append(self._space)
-        if self._space.unavailable is None:
+        if self._space.shares_memory:
             self.reserve(self._space)
 
     def close(self) -> None:
@@ -154,7 +154,8 @@ class Trial(AnyTrial[Entry]):
             _reserve(space, GATHER, p.M * p.N * element)
             whole = p.world_size * _whole_tiles(p.M_shard) * _whole_tiles(p.N)
             _reserve(space, SCATTER, whole * element)
-        if p.pattern in low_latency.BUILDERS and low_latency.supports(p) is None:
+        words = space.missing is None and p.pattern in low_latency.BUILDERS
+        if words and low_latency.supports(p) is None:
             _reserve(space, WORDS, low_latency.words_bytes(p), WordChannel)
 
     def rehearse(self) -> None:

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from flux_megatron.overlap import registry, sequential
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm import objects
+from flux_megatron.symm.places import Missing
 from flux_megatron.tuning import environment
 from flux_megatron.tuning.beside import NoRoom
 from flux_megatron.tuning.plan_entry import E, Failed, Measured
@@ -34,11 +35,13 @@ CHANCE = 0.01  # of a plan that is just as fast to be taken for faster
 Watch = Callable[[Plan], None]
 
 
-def candidates(problem: Problem, names: Sequence[str]) -> list[Plan]:
+def candidates(
+    problem: Problem, names: Sequence[str], missing: Missing | None = None
+) -> list[Plan]:
     """What to measure of the strategies `names`, after `sequential`: their default plans, then all
     variants.
     """
-    plans = [registry.candidates(problem, name) for name in names]
+    plans = [registry.candidates(problem, name, missing) for name in names]
     ordered = [variants[0] for variants in plans] + [p for v in plans for p in v[1:]]
     return [sequential.default_plan(problem), *ordered]
 

@@ -13,7 +13,7 @@ import torch
 import typer
 
 from flux_megatron.lab.measure import gpu_run, rl_rank
-from flux_megatron.symm import places
+from flux_megatron.symm import cuda_memory, places
 from flux_megatron.symm.cuda_memory import SHARED_GPUS
 
 ALLOWED = {SHARED_GPUS: "1"}
@@ -39,16 +39,20 @@ def test_ranks_of_torchrun_share_gpus_that_are_too_few(case, monkeypatch):
 
 @pytest.mark.parametrize(("links", "variable", "machine"), [
     ("memory", "NCCL_P2P_DISABLE", "machine 3"), ("sockets:2", "NCCL_HOSTID", "machine 1"),
+    ("mailboxes", "NCCL_P2P_DISABLE", "one"),
 ])  # fmt: skip
 def test_ranks_that_are_machines(links, variable, machine, monkeypatch):
-    monkeypatch.setattr(places, "machine", places.machine)
+    monkeypatch.setattr(places, "machine", lambda: "one")
+    monkeypatch.setattr(cuda_memory, "why_not_shared", cuda_memory.why_not_shared)
     with mock.patch.dict(os.environ, {"RANK": "3"}):
         for name in ("NCCL_P2P_DISABLE", "NCCL_HOSTID"):
             os.environ.pop(name, None)
-        assert gpu_run.be_apart(links) == {"memory": "host memory"}.get(links, "sockets")
+        assert gpu_run.be_apart(links) == gpu_run.LINKS[links.partition(":")[0]]
         assert places.machine() == machine
         assert {"NCCL_P2P_DISABLE", "NCCL_HOSTID"} & {*os.environ} == {variable}
-        with pytest.raises(typer.BadParameter, match="'nvlink' given, memory or sockets expected"):
+        with pytest.raises(
+            typer.BadParameter, match="'nvlink' given, memory or sockets or mailboxes"
+        ):
             gpu_run.be_apart("nvlink:2")
 
 

@@ -71,11 +71,11 @@ def compiled_ahead(
 def plans(kind: Problem, M: int, space: Workspace) -> Iterator[Plan]:
     """All that races can choose for M rows."""
     problem = replace(kind, M=M)
-    names = [*registry.runnable(problem, "auto", space.unavailable)]
+    names = [*registry.runnable(problem, "auto", space.missing)]
     found = {PlanTable().plan(problem, names): None}
     for number in together(M):
         raced = raced_as(kind, number)
-        for one in racers(raced, [*registry.runnable(raced, "auto", space.unavailable)]):
+        for one in racers(raced, [*registry.runnable(raced, "auto", space.missing)]):
             found[PlanTable({raced.M: one}).plan(problem, names)] = None
     yield from found
 

@@ -51,7 +51,9 @@ def codes_of_plan(
 ) -> Iterator[Code]:
     """Of what a call of this plan launches, on a GPU."""
     world_size, device = problem.world_size, torch.device("cuda")
-    space: Any = SimpleNamespace(rank=0, world_size=world_size, timeout_ns=1, device=device)
+    space: Any = SimpleNamespace(
+        rank=0, world_size=world_size, timeout_ns=1, device=device, mailboxes=False
+    )
     build = registry.strategy(problem, plan.strategy).BUILDERS[problem.pattern]
     return codes.launched(build, problem, plan, space, borrows, biased)
 
@@ -60,7 +62,7 @@ def call_of(world_size: int) -> Any:
     """An open call, as far as kernels' functions on the host ask it."""
     words, pointers = memory(1), memory(world_size, dtype=torch.int64)
     region = SimpleNamespace(
-        world_size=world_size, rank=0, pointers=pointers, pads=[words] * world_size,
+        world_size=world_size, rank=0, pointers=pointers, own_pad=words, pads=[words] * world_size,
         pad_pointers=pointers, entries=words,
         view=lambda rank, shape, dtype: memory(*shape, dtype=dtype),
     )  # fmt: skip

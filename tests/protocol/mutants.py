@@ -122,6 +122,18 @@ CASES = {
     ),
     "hopper signalled ar": Case("ar", "signalled", group_rows=(16,), gluon=True),
     "backward, 3 ranks": Case("backward", **_THREE),
+    "mailboxes: ag": Case("ag", "pipelined", rows=(7, 20, 20), comm_rows=5, mailboxes=True),
+    "mailboxes: ag, 3 ranks": Case("ag", mailboxes=True, **_THREE),
+    "mailboxes: ag in parts of K": Case(
+        "ag", "hopper", rows=(16, 32, 32), K=112, parts=3, mailboxes=True
+    ),
+    "mailboxes: ag, blockwise": Case("ag", "pipelined", mailboxes=True, **BLOCKS),
+    "mailboxes: rs": Case("rs", "pipelined", rows=(7, 20, 20), comm_rows=5, mailboxes=True),
+    "mailboxes: hopper rs, 3 ranks": Case("rs", "hopper", 3, rows=(20, 20, 20), mailboxes=True),
+    "mailboxes: hopper ar": Case("ar", "hopper", rows=(32, 32, 48), mailboxes=True),
+    "mailboxes: backward": Case("backward", "hopper", rows=(32, 32), mailboxes=True),
+    "mailboxes: captured ag": Case("ag", "hopper", mailboxes=True, **{**SIX, "rows": (16,) * 6}),
+    "mailboxes: captured rs": Case("rs", "pipelined", mailboxes=True, **SIX),
     "a2a": ExpertCase("dispatch"),
     "a2a, 3 ranks": ExpertCase("dispatch", 3, experts=1, most=12),
     "a2a, experts that share a signal": ExpertCase("dispatch", experts=4, most=9, slots=3),

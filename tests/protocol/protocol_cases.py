@@ -46,6 +46,7 @@ class Case(VirtualCase):
     captured: bool = False  # two calls of three are replays of a graph
     two_streams: bool = False  # of the caller, in turn
     last_epoch: int = 0  # of the calls before
+    mailboxes: bool = False  # copy engines alone reach other ranks
     # of `hopper`
     transport: str = "copy_engine"
     lacking: int = 0  # rows of the last rank, in GEMM+AR
@@ -60,7 +61,8 @@ class Case(VirtualCase):
     gluon: bool = False  # by its Hopper kernel
 
     def run(self, package: PackageCopy, schedule: Schedule) -> Scheduler:
-        machine = Machine(package, self.world_size, self.ctas, last_epoch=self.last_epoch)
+        given = self.last_epoch, self.mailboxes
+        machine = Machine(package, self.world_size, self.ctas, ("gather", "scatter"), *given)
         refuses = mock.Mock(return_value=None if self.gluon else "not asked for")
         refused = {"refuses_bands": refuses, "refuses_gathered": refuses}
         with mock.patch.multiple(package.hopper_gemm, **refused):

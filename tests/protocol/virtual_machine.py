@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +36,7 @@ import flux_megatron
 SOURCE = Path(flux_megatron.__file__).parent
 _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
-    "symm.lasting", "symm.signals", "symm.workspace", "symm.workspaces",
+    "symm.lasting", "symm.places", "symm.signals", "symm.workspace", "symm.workspaces",
     "kernels.launch", "kernels.triton_launch", "kernels.descriptors", "kernels.primitives",
     "kernels.word_primitives", "kernels.hopper_primitives",
     "kernels.few_rows.gemv_ar", "kernels.few_rows.ag_gemv",
@@ -50,7 +50,7 @@ _MODULES = (
     "kernels.experts.hopper_rows", "kernels.experts.hopper_a2a_gemm",
     "kernels.experts.hopper_gemm_a2a", "kernels.experts.token_routes",
     "kernels.experts.token_call",
-    "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
+    "overlap.arrivals", "overlap.transfer", "overlap.fused", "overlap.pipelined", "overlap.hopper",
     "overlap.low_latency", "overlap.collectives", "overlap.stage", "overlap.gathered_bands",
     "overlap.signalled", "overlap.calls", "overlap.library_gemm",
     "embedding.bags", "embedding.fused_bags", "expert_parallel.once_calls",
@@ -225,21 +225,33 @@ def _copy_stream(package: PackageCopy, machine: Machine):
     return CopyStream()
 
 
-class _FlagStream:
-    """Of whichever rank runs."""
+class _SideStream:
+    """One of these names, of whichever rank runs."""
 
-    def __init__(self, package: PackageCopy, machine: Machine) -> None:
-        self._machine, self._engine = machine, package.cpu_backend.CpuCopyEngine()
+    def __init__(self, name: str, package: PackageCopy, machine: Machine) -> None:
+        self._name, self._machine, self._signals = name, machine, package.signals
+        self._engine = package.cpu_backend.CpuCopyEngine()
+
+    def fork(self) -> None:
+        self._machine.scheduler.order(self._name, self._machine.scheduler.current_stream)
 
     def join(self) -> None:
-        self._machine.scheduler.order(self._machine.scheduler.current_stream, "flags")
+        self._machine.scheduler.order(self._machine.scheduler.current_stream, self._name)
 
-    def write(self, address: int, word: int) -> None:
-        write = partial(self._engine.write, address, word)
-        self._machine.scheduler.enqueue("flags", "flag", write)
+    def _step(self, name: str, *given: int) -> None:
+        step = partial(getattr(self._engine, name), *given)
+        self._machine.scheduler.enqueue(self._name, name, step)
+
+    copy, copy_rows = partialmethod(_step, "copy"), partialmethod(_step, "copy_rows")
+    write, signal = partialmethod(_step, "write"), partialmethod(_step, "signal")
+
+    def wait_count(self, counter: int, count: int) -> None:
+        cell = ctypes.c_int32.from_address(counter)
+        reached = partial(self._signals.reached, epoch=count)
+        self._machine.scheduler.hold(self._name, lambda: reached(cell.value), "a mailbox")
 
     def stream(self) -> AbstractContextManager[None]:
-        return self._machine.scheduler.within("flags")
+        return self._machine.scheduler.within(self._name)
 
 
 class Machine:
@@ -248,8 +260,12 @@ class Machine:
     def __init__(
         self, package: PackageCopy, world_size: int, ctas: int,
         channels: Sequence[str] = ("gather", "scatter"), last_epoch: int = 0,
+        mailboxes: bool = False,
     ) -> None:  # fmt: skip
         """`last_epoch` is that of the calls before, in all channels."""
+        self._missing = (
+            package.places.Missing("no GPU reaches another", True) if mailboxes else None
+        )
         self.package, self.world_size = package, world_size
         self._ctas = ctas  # at most, of a persistent kernel
         self.collectives = VirtualCollectives(world_size, lambda: self.scheduler)
@@ -265,9 +281,9 @@ class Machine:
                 space = package.workspace.Workspace(group, torch.device("cpu"))
                 space.engine = _copy_stream(package, self)
                 for name in channels:
-                    channel = package.channel.Channel(group, space.device, space._status)
+                    channel = package.channel.Channel(group, space.device, space._status, mailboxes)
                     channel.epoch, space.channels[name] = last_epoch, channel
-                    for pad in channel._pads:
+                    for pad in (*channel._pads, channel._own_pad(0)):
                         pad.fill_(package.signals.as_int32(last_epoch))
                 self.workspaces.append(space)
 
@@ -295,7 +311,7 @@ class Machine:
             "call_log": lambda group, device: None,
             "places": lambda group, device, doorbell: [],
             "why_unavailable": lambda ranks, group: None,
-            "why_not_shared": lambda group, device: None,
+            "missing": lambda group, device: self._missing,
         }
         with (
             mock.patch.multiple(p.channel, devices=SimpleNamespace(allocate=self._allocate)),
@@ -307,8 +323,14 @@ class Machine:
             mock.patch.multiple(
                 p.stage,
                 communication_stream=self._communication_stream,
-                flag_stream=lambda device: _FlagStream(p, self),
+                flag_stream=lambda device: _SideStream("flags", p, self),
             ),
+            mock.patch.multiple(
+                p.arrivals,
+                arrival_stream=lambda device: _SideStream("arrivals", p, self),
+                capturing=lambda device: self.scheduler.capturing,
+            ),
+            mock.patch.object(p.channel.Channel, "expect"),
             mock.patch.multiple(p.collectives, wait=lambda work, space: work.wait()),
             # functions of torch's that make tensors on the way
             mock.patch.multiple(p.library_gemm, _of_call=self._enqueued(p.library_gemm._of_call)),
@@ -348,7 +370,9 @@ class Machine:
         describe_slot = partial(signals.describe_slot, world_size=self.world_size)
         return Gluon(self.scheduler, self._regions, (describe_slot, signals.reached))
 
-    def _allocate(self, size_bytes: int, group: _Group, device: torch.device):
+    def _allocate(
+        self, size_bytes: int, group: _Group, device: torch.device, mailboxes: bool = False
+    ):
         rank = group.rank()
         number = self._allocations[rank]
         self._allocations[rank] += 1
@@ -363,8 +387,14 @@ class Machine:
         self._barrier(rank)
         shards = self._allocated[number]
         assert shards[rank].numel() == size_bytes, "ranks allocate different sizes"
+        mailbox = None
+        if mailboxes:
+            mailbox = shards[rank]
+            here = mailbox.clone()
+            self._regions.append(extent(here, f"allocation {number} of rank {rank}, on its GPU"))
+            shards = (*shards[:rank], here, *shards[rank + 1 :])
         pointers = torch.tensor([shard.data_ptr() for shard in shards])
-        return self.package.buffer.SymmetricBuffer(rank, shards, pointers, keep_alive=None)
+        return self.package.buffer.SymmetricBuffer(rank, shards, pointers, None, mailbox)
 
     def _barrier(self, rank: int) -> None:
         if self.scheduler is None:  # while the workspaces are made, one rank after another

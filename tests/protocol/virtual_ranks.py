@@ -61,7 +61,7 @@ STANDARD = (
 )
 
 
-STREAMS = ("compute", "second", "copy", "flags")
+STREAMS = ("compute", "second", "copy", "flags", "arrivals")
 
 
 class Stream:

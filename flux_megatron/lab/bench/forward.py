@@ -90,9 +90,9 @@ class Forward:
         pattern, layout = Pattern(self.case.pattern), self.case.layout
         problem = self._problem(pattern)
         op = partial(ops.OPERATIONS[pattern], self.x, self.w, self.group, layout=layout)
-        unavailable = workspace(self.group, self.device).unavailable
-        names = [*registry.runnable(problem, "auto", unavailable)]
-        for plan in tuner.candidates(problem, names):
+        missing = workspace(self.group, self.device).missing
+        names = [*registry.runnable(problem, "auto", missing)]
+        for plan in tuner.candidates(problem, names, missing):
             call = with_strategy("auto", op, plan=plan)
             yield Candidate(label(plan), OURS, call, plan=plan.dumps)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from flux_megatron import settings
 from flux_megatron.lab.bench import provenance
 from flux_megatron.lab.bench.table_run import Run
-from flux_megatron.symm import places
+from flux_megatron.symm import cuda_memory, places
 from flux_megatron.symm.cuda_memory import SHARED_GPUS
 from flux_megatron.tuning.timing import Race, race
 
@@ -26,7 +26,8 @@ COLLECTIVE_LIMIT_S = 120
 GRACE_S = 15  # behind the seconds that a script has
 APART = "RANKS_APART"  # variable of a script's ranks: what `be_apart` is given
 
-LINKS = {"memory": "host memory", "sockets": "sockets"}  # as rows have them
+# as rows have them; of the last one ranks share a machine
+LINKS = {"memory": "host memory", "sockets": "sockets", "mailboxes": "mailboxes"}
 
 Case = TypeVar("Case")
 Calls = Mapping[str, Callable[[], object]]
@@ -50,9 +51,14 @@ def share_gpus() -> None:
 
 def be_apart(links: str) -> str:
     """In a rank of torchrun, before its CUDA begins: "memory" or "sockets", by which NCCL joins
-    machines of one rank, or with ":2" behind it of two. Nothing but NCCL joins them. The link.
+    machines of one rank, or with ":2" behind it of two. Nothing but NCCL joins them. With
+    "mailboxes" they are one machine whose GPUs reach none of each other. The link.
     """
     named, ranks = link_of(links), links.partition(":")[2]
+    if named == "mailboxes":
+        cuda_memory.why_not_shared = lambda group, device: "no GPU reaches another"
+        os.environ["NCCL_P2P_DISABLE"] = "1"
+        return named
     machine = f"machine {int(os.environ['RANK']) // int(ranks or 1)}"
     places.machine = lambda: machine
     os.environ |= {"NCCL_HOSTID": machine} if named == "sockets" else {"NCCL_P2P_DISABLE": "1"}

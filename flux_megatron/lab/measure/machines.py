@@ -2,14 +2,17 @@
 
     torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.machines out.jsonl
     torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.machines out.jsonl --link sockets
+    torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.machines out.jsonl --link mailboxes
     torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.machines out.jsonl --beside
     torchrun --nproc-per-node=2 -m flux_megatron.lab.measure.machines out.jsonl --device cpu
 
 Each rank says that it is a machine of its own, so nothing but NCCL joins them, through the memory
-of the machine or by sockets (`gpu_run.be_apart`). A row is a plan that races try, verified beside
-`sequential`, with the library's GEMM, the collective, and one after the other. `of_ideal` is the
-longer of GEMM and collective by the plan's time. With `--beside` all of them run beside all-reduces
-of another communicator, which share the link. `host_us` is what the host needs to enqueue a call.
+of the machine or by sockets (`gpu_run.be_apart`). With `--link mailboxes` they are one machine
+whose GPUs reach none of each other, and strategies by copy engines run too. A row is a plan that
+races try, verified beside `sequential`, with the library's GEMM, the collective, and one after the
+other. `of_ideal` is the longer of GEMM and collective by the plan's time. With `--beside` all of
+them run beside all-reduces of another communicator, which share the link. `host_us` is what the
+host needs to enqueue a call.
 """
 
 from __future__ import annotations
@@ -23,9 +26,11 @@ import typer
 from flux_megatron.lab.bench.candidates import host_time_us
 from flux_megatron.lab.measure import gpu_run
 from flux_megatron.lab.measure.gpu_run import Calls, Run
-from flux_megatron.overlap import band_shares, signalled_plans
+from flux_megatron.overlap import band_shares, registry, signalled_plans
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Problem
+from flux_megatron.symm.workspaces import workspace
+from flux_megatron.tune_command.measure import label
 from flux_megatron.tuning.timing import race
 from flux_megatron.tuning.trial import Trial
 
@@ -50,6 +55,10 @@ def measure(run: Run, case: str, link: str, rounds: int, beside: bool) -> bool:
     trial.renew()
     trial.learn()
     plans = {_name_of(problem, plan): plan for plan in signalled_plans.candidates(problem)}
+    missing = workspace(run.group, run.device).missing
+    if missing is not None and missing.mailboxes:
+        able = (registry.candidates(problem, name, missing) for name in ("hopper", "pipelined"))
+        plans |= {label(plan): plan for of_one in able for plan in of_one}
     failures = {name: run.failure(trial.verified(plan)) for name, plan in plans.items()}
     for name in filter(failures.get, failures):
         run.say(f"{case}, {name} WRONG: {failures[name]}")
