@@ -139,7 +139,7 @@ def test_no_memory_for_a_result_ends_no_group(rank, strategy, first):
 
 
 @pytest.mark.parametrize("strategy", ["fused", "pipelined", "sequential"])
-@on_device_ranks(2, environment=SHORT)
+@on_device_ranks(2, environment=SHORT, fresh=True)
 def test_no_memory_on_one_rank_mixes_no_rows_of_two_calls(rank, strategy):
     """It leaves a call out, and its next one has other rows: nobody may take them for those."""
     group, w = dist.group.WORLD, torch.eye(4, device=DEVICE)
@@ -160,7 +160,21 @@ def test_no_memory_on_one_rank_mixes_no_rows_of_two_calls(rank, strategy):
             break
         assert_exact(y, torch.full_like(y, batch))
     assert "a call after one that has failed" in said
-    dist.barrier(dist.new_group([0, 1]))
+    store = dist.distributed_c10d._get_default_store()  # NCCL's kernel never ends
+    store.set(f"rank {rank} has been told", "")
+    store.wait(["rank 0 has been told", "rank 1 has been told"])
+
+
+@on_cpu_ranks(2, environment=SHORT)
+def test_who_has_failed_alone_tells_ranks_that_wait_without_a_bound(rank):
+    """As for a collective of NCCL, until they ask."""
+    space = workspace(dist.group.WORLD, here())
+    if rank == 0:
+        space.failed_alone = True
+        with pytest.raises(errors.ProblemMismatch, match="rank 1: no answer"):
+            space.note("a call")
+    dist.barrier()
+    assert "a call after one that has failed" in refused(errors.GroupBroken, space.ask)
 
 
 @on_device_ranks(2, environment=SHORT)

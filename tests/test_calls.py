@@ -123,8 +123,8 @@ class Space:
 
     guard, device = nullcontext, torch.device("cpu")
 
-    def break_off(self, error: BaseException) -> None:
-        self.broken = str(error)
+    def fail(self, error: BaseException, is_open: bool) -> None:
+        self.broken = str(error) * is_open
 
 
 DRIVER: list[Driver] = []

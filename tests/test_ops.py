@@ -15,7 +15,7 @@ from ranks import DEVICE, FUSED, SHARED, be_late, on_device_ranks
 
 import flux_megatron
 from flux_megatron import errors, ops
-from flux_megatron.overlap import calls
+from flux_megatron.overlap import calls, transfer
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import copies
 
@@ -84,8 +84,11 @@ def test_hopper_is_exact(rank, world_size, pattern):
 
 @on_device_ranks(2)
 def test_where_sms_copy_one_cta_waits_before_the_reduction(rank):
-    """The CTAs of the reduction might hold all of them."""
-    with mock.patch.object(copies, "spare_sms", return_value=copies.SMS):
+    """The CTAs of the reduction might hold all of them, also those for this rank's own pushes,
+    before its own signal.
+    """
+    wait = mock.patch.object(transfer, "wait_sources", wraps=transfer.wait_sources)
+    with mock.patch.object(copies, "spare_sms", return_value=copies.SMS), wait as waited:
         for pattern in ("gemm_rs", "gemm_ar"):
             flux_megatron.reset_report()
             check_all(Case(pattern, 40, 24, 16, plan=plan) for plan in PLANS["pipelined"])
@@ -93,6 +96,8 @@ def test_where_sms_copy_one_cta_waits_before_the_reduction(rank):
             reductions = flux_megatron.report().kernels["reduce_received"]
             gathers = len(PLANS["pipelined"]) if pattern == "gemm_ar" else 0
             assert waits == reductions + gathers == len(PLANS["pipelined"]) + gathers
+    counts = [one.kwargs["count"] for one in waited.mock_calls]
+    assert counts.count(2) == 2 * len(PLANS["pipelined"])
 
 
 @on_device_ranks(2)

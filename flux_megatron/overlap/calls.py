@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from flux_megatron import settings
-from flux_megatron.errors import FluxError
 from flux_megatron.kernels import triton_launch
 from flux_megatron.overlap import by_c, transfer
 from flux_megatron.overlap.by_c import Lists, Made
@@ -124,15 +123,9 @@ class InFlight:
         return self._by_c(self._lists) or self._take_back()
 
     def _fail(self, error: BaseException) -> None:
-        """In the middle of a call other ranks wait for the rest of it. Else none waits if all fail
-        alike, as ranks that lack memory do, so they ask each other before the next call: one that
-        has failed alone would send its next rows to those who wait for these.
-        """
         is_open = any(call.channel.open for call in self.calls)
-        if is_open or any(one.open is self for one in self.space.kept.values()):
-            self.space.break_off(error)
-        elif not isinstance(error, FluxError):
-            self.space.failed_alone = True
+        is_open = is_open or any(one.open is self for one in self.space.kept.values())
+        self.space.fail(error, is_open)
 
     def _take_back(self) -> bool:
         for call in self.calls:

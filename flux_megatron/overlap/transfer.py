@@ -289,9 +289,10 @@ class ReduceScatter:
         if p.space.mailboxes:
             arrivals.bring(self.channel, self._arriving())
         if self.staging is not None and copies.spare_sms(p.x.device):
-            # one CTA waits, for those of the reduction may hold all SMs
+            # One CTA waits, for those of the reduction may hold all SMs; also for this rank, whose
+            # signal stands behind its pushes.
             wait_sources(
-                **waits(self.channel), first_source=p.rank + 1, count=p.world_size - 1,
+                **waits(self.channel), first_source=p.rank + 1, count=p.world_size,
                 world_size=p.world_size, M_shard=M_shard, comm_rows=self.comm_rows,
             )  # fmt: skip
         with p.phase("reduce"):

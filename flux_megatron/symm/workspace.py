@@ -147,7 +147,11 @@ class Workspace:
         """Record a call; `ProblemMismatch` if a rank is seen to make another one."""
         if self.failed_alone:
             self.failed_alone = False
-            self.agreement.confirm("a call after one that has failed")
+            try:
+                self.agreement.confirm("a call after one that has failed")
+            except errors.ProblemMismatch as error:  # the others may be in a collective for good
+                self._report_failure(f"{type(error).__name__}: {error}", half_made=True)
+                raise
         if self.calls is None:
             return
         try:
@@ -201,6 +205,17 @@ class Workspace:
 
     def guard(self, *, whole: bool = False) -> Guard:
         return Guard(self, whole)
+
+    def fail(self, error: BaseException, is_open: bool) -> None:
+        """`error` has ended a call. In the middle of one other ranks wait for the rest of it. Else
+        none waits if all fail alike, as ranks that lack memory do, so they ask each other before
+        the next call: one that has failed alone would send its next rows to those who wait for
+        these.
+        """
+        if is_open:
+            self.break_off(error)
+        elif not isinstance(error, errors.FluxError):
+            self.failed_alone = True
 
     def break_off(self, error: BaseException) -> None:
         """Refuse all further calls, on all ranks: `error` has ended one in the middle."""
@@ -260,10 +275,9 @@ class Guard:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            if error is not None and self._space.open_calls() != self._open:
-                self._space.break_off(error)
-            elif self._whole and error is not None and not isinstance(error, errors.FluxError):
-                self._space.failed_alone = True
+            is_open = self._space.open_calls() != self._open
+            if error is not None and (is_open or self._whole):
+                self._space.fail(error, is_open)
         finally:
             self._active.__exit__(None, None, None)
 
