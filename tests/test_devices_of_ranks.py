@@ -133,11 +133,12 @@ def test_pushes_come_while_kernels_hold_all_sms(environment, spare):
 
 
 def unshared(rank: int) -> tuple[int, dict, str | None]:
-    """As if the driver refused one rank."""
-    from flux_megatron.symm import cuda_memory
+    """As if the driver refused one rank, also memory of the host."""
+    from flux_megatron.symm import cuda_memory, mailbox
 
     if rank == 0:
         cuda_memory.Mapping = mock.Mock(side_effect=RuntimeError("cuMemMap failed: closed"))
+        mailbox.Registered = mock.Mock(side_effect=RuntimeError("cuMemHostRegister failed"))
     device = torch.device("cuda", 0)
     run, expected = call(Pattern.AG_GEMM, "pipelined", device)
     with strategy("pipelined"), warnings.catch_warnings(record=True) as said:

@@ -32,15 +32,14 @@ class Part(NamedTuple):
 
 
 def bring(channel: ChannelSlots, parts: Sequence[Part]) -> None:
-    """Have the parts come to the region as they arrive in the mailbox, if there is one.
+    """Have the parts come to the region as they arrive in the mailbox.
 
     Behind the kernel that waits for them, and behind all that peers wait for: with
     CUDA_DEVICE_MAX_CONNECTIONS=1 what is enqueued later may wait for them too.
     """
     p = channel.program
-    if p.space.mailboxes:
-        with p.phase("arrivals"):
-            p.host(partial(_bring, channel.number, tuple(parts)))
+    with p.phase("arrivals"):
+        p.host(partial(_bring, channel.number, tuple(parts)))
 
 
 def begin_captured(call: Call) -> None:

@@ -122,10 +122,11 @@ def _push_tiles(
         p.move("signal", channel.signal(owner, p.rank, comm_tile), channel.epoch)  # signal [B]
         source = (p.rank - 1 - hops) % p.world_size
         here = (source * tiles + first) * tile_bytes, count * tile_bytes
-        arriving.append(arrivals.Part(source, comm_tile, (here,)))
+        arriving.append((source, comm_tile, (here,)))
     for counter in counted:
         p.move("write", counter, always(0))
-    arrivals.bring(channel, arriving)
+    if p.space.mailboxes:
+        arrivals.bring(channel, [arrivals.Part(*one) for one in arriving])
 
 
 def _rows(tile: Tile, scaling: Scaling | None) -> int:
