@@ -428,6 +428,8 @@ def test_a_race_leaves_out_what_never_wins(monkeypatch):
     assert plan_table.racers(LAYER, ["signalled"]) == [PLAIN, *tried["signalled"][:4]]
     boxes = plan_table.racers(LAYER, ["pipelined", "signalled"], Missing("no link", mailboxes=True))
     assert boxes == [PLAIN, *tried["pipelined"][:4], *tried["signalled"][:4]]
+    boxes = plan_table.racers(LAYER, NAMES, Missing("no link", mailboxes=True))
+    assert boxes == [PLAIN, *tried["hopper"][:4], *tried["signalled"][:4]]
     assert Plan("fused") in plan_table.racers(LAYER, NAMES[1:])
 
 

@@ -39,7 +39,7 @@ def _links(count: int) -> Iterator[Finding]:
     closed = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
     if closed:
         text = f"not between {', '.join(f'{i} and {j}' for i, j in closed if i < j)}"
-        remedy = "`signalled` alone overlaps; look at nvidia-smi topo -p2p r"
+        remedy = "copies go over the host's memory; look at nvidia-smi topo -p2p r"
         yield Finding("peer access", "note", text, remedy)
     else:
         yield Finding("peer access", "ok", f"between all {count} GPUs")
