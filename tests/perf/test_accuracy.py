@@ -9,7 +9,7 @@ import published_runs
 import pytest
 from published_runs import RUNS, workload
 
-from flux_megatron.lab.perf import accuracy, flops, step
+from flux_megatron.lab.perf import accuracy, flops, hardware, step
 from flux_megatron.lab.simulate.predictions import predict
 from flux_megatron.launch.experiment import load, names
 
@@ -18,17 +18,22 @@ ARMS = {"stock": "megatron", "tp_comm_overlap": "te", "flux": "flux"}  # of a ro
 H200 = ("h200x2/iterations.jsonl",)
 APART = ("h200x2/apart_iterations.jsonl",)
 HOST = {"cluster.link.kind": "host", "cluster.link.bandwidth_gbps": 25.0}
+# as if cards had the rate of NCCL over the host's memory
+CARDS = HOST | {
+    "cluster.gpus_per_node": 1, "cluster.nodes": 2,
+    "cluster.nics": {"count": 1, "bandwidth_gbps": 25.0 / hardware.NIC_EFFICIENCY, "latency_us": 0},
+}  # fmt: skip
 IN_FP8 = ("h100x2/fp8_iterations.jsonl", "h100x4/fp8_iterations.jsonl")
 
 
-def runs(*files, **values):
-    """Rows of the three arms by the run that measured them, and predicted for the same steps with
-    `values` and the number of layers of the rows.
+def runs(*files, link=None, **values):
+    """Rows of the three arms by the run that measured them, over this link if one is given, and
+    predicted for the same steps with `values` and the number of layers of the rows.
     """
     text = "".join((RESULTS / file).read_text() for file in files)
     found = {}
     for row in map(json.loads, text.splitlines()):
-        if row["arm"] in ARMS and row.get("link") != "mailboxes":
+        if row["arm"] in ARMS and link in (None, row["link"]):
             sizes = (row[name] for name in ("model", "M", "tp", "seq_length", "commit"))
             found.setdefault((*sizes, row.get("micro_batches")), {})[row["arm"]] = row
     return [(of, predicted(next(iter(of.values())), **values)) for of in found.values()]
@@ -61,11 +66,12 @@ def range_of(errors):
     ("files", "values", "known"),
     [
         (H200, {}, accuracy.KNOWN["H200", "nvlink"]),
-        (APART, HOST, accuracy.KNOWN["H200", "host"]),
+        (APART, HOST | {"link": "mailboxes"}, accuracy.KNOWN["H200", "host"]),
+        (APART, CARDS | {"link": "host memory"}, accuracy.KNOWN["H200", "cards"]),
         (IN_FP8, {"cluster.gpu": "H100", "training.fp8": "tensorwise"},
          accuracy.KNOWN_IN_FP8["H100", "nvlink"]),
     ],
-    ids=["H200", "host memory", "FP8"],
+    ids=["H200", "mailboxes", "machines", "FP8"],
 )  # fmt: skip
 def test_errors_are_those_of_the_iterations(files, values, known):
     steps, speedups = [], []

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from step_costs import A100
 
-from flux_megatron.lab.perf import hardware, linear, signalled
+from flux_megatron.lab.perf import hardware, linear, mailboxes, signalled
 from flux_megatron.lab.perf.collectives import all_reduce_us, collective_us
 from flux_megatron.lab.perf.operator_cost import gemms_us, moved_bytes
 from flux_megatron.lab.simulate.predictions import predict
@@ -26,7 +27,7 @@ NODE = replace(A100, gpu="H200", gpus_per_node=2, nodes=2)
 
 def joined(gbps):
     """An H200 that NCCL alone joins to others."""
-    return hardware.of(replace(NODE, link=Link("host", gbps)))
+    return replace(hardware.of(replace(NODE, link=Link("host", gbps))), mailboxes=False)
 
 
 def problem_of(case):
@@ -48,27 +49,59 @@ def rate_of(problem, us):
     return (one - latency) / (us - latency)
 
 
-def fastest():
-    """By run and call, over host memory."""
+def fastest(of):
+    """By run and call, of the rows that this holds for."""
     found = {}
     for row in map(json.loads, ROWS.read_text().splitlines()):
-        commits = GATHERS if row.get("case", "").startswith("ag_gemm") else FITTED
-        if row["table"] == "machines" and row["commit"] in commits and row["link"] == "host memory":
+        if row["table"] == "machines" and of(row):
             known = found.setdefault((row["run"], row["case"]), row)
             if row["us"] < known["us"]:
                 found[row["run"], row["case"]] = row
     return found.values()
 
 
+def is_of_bands(row):
+    commits = GATHERS if row["case"].startswith("ag_gemm") else FITTED
+    return row["commit"] in commits and row["link"] == "host memory"
+
+
+def is_by_mailboxes(row):
+    return row["link"] == "mailboxes" and row["candidate"].startswith("hopper")
+
+
 def test_errors_are_those_of_the_rows():
     errors = []
-    for row in fastest():
+    for row in fastest(is_of_bands):
         problem = problem_of(row["case"])
         gpu = joined(rate_of(problem, row["collective_us"]))
         assert alone_us(problem, gpu) == pytest.approx(row["collective_us"], rel=1e-3)
         errors.append(linear.operator_us(problem, "auto", gpu) / row["us"] - 1)
     assert len(errors) == 30
     assert (round(min(errors), 2), round(max(errors), 2)) == (-0.06, 0.07)
+
+
+def test_errors_of_mailboxes_are_those_of_the_rows():
+    errors = []
+    for row in fastest(is_by_mailboxes):
+        problem, gemms = problem_of(row["case"]), (row["gemm_us"], 0.0)
+        found = mailboxes.predict_us(problem, joined(25.0), moved_bytes(problem), 1.0, gemms)
+        errors.append(found / row["us"] - 1)
+    assert len(errors) == 16
+    assert (round(min(errors), 2), round(max(errors), 2)) == (-0.06, 0.05)
+
+
+def test_backward_by_mailboxes():
+    """x first, then dx, beside dgrad and wgrad; a gather of sums beside wgrad."""
+    us = partial(mailboxes.predict_us, hardware=joined(1.0), moved_bytes=2 * 10**6)
+    problem = problem_of("gemm_rs:8192x8192x8192")
+    moved = 1000.0 / mailboxes.RATE
+    assert us(problem, share_of_x=0.5, gemms=(10.0, 20.0)) == 1.5 * moved + mailboxes.EDGE_US
+    assert us(problem, share_of_x=0.5, gemms=(1e4, 2e4)) == 3e4 + mailboxes.EDGE_US
+    gathers = problem_of("ag_gemm:8192x8192x8192")
+    assert us(gathers, share_of_x=1.0, gemms=(1e4, 2e4)) == 3e4 + mailboxes.EDGE_US
+    summed = problem_of("gemm_ar:8192x8192x8192")
+    assert us(summed, share_of_x=1.0, gemms=(1e4, 2e4)) == 3e4 + mailboxes.EDGE_US
+    assert us(summed, share_of_x=1.0, gemms=(0.0, 0.0)) == 2 * (moved + mailboxes.EDGE_US)
 
 
 @pytest.mark.parametrize("case", ["ag_gemm:8192x8192x8192", "gemm_rs:8192x8192x8192"])
@@ -97,7 +130,7 @@ def test_ranks_of_several_nodes_are_joined_by_cards():
     cluster = replace(NODE, nics=nics)
     inside, between = hardware.of(cluster, 2), hardware.of(cluster, 4)
     assert (inside.peers, inside) == (True, hardware.of(cluster))
-    assert (between.peers, between.nccl_gbps) == (False, 0.9 * 50.0)
+    assert (between.peers, between.mailboxes, between.nccl_gbps) == (False, False, 0.9 * 50.0)
     assert between.nccl_latency_us == inside.nccl_latency_us + 2 * 5.0
     many = hardware.of(replace(cluster, nics=replace(nics, count=99)), 4)
     assert many.nccl_gbps == 2 * 0.9 * 50.0

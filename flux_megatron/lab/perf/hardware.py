@@ -41,7 +41,8 @@ class Hardware:
     flash_backward: float
     sustained: float = 1.0  # share of the GEMMs' rate that is left in a training step
     hopper: bool = True  # whether the kernels for sm_90 run; the portable ones run anywhere
-    peers: bool = True  # whether a GPU reaches the others' memory; else NCCL alone joins them
+    peers: bool = True  # whether a GPU reaches the others' memory
+    mailboxes: bool = False  # whether they join GPUs that do not, for `hopper`; else NCCL alone
 
 
 # FP8: fitted to the 32 GEMMs of docs/results/h200x2/fp8_operations.jsonl, which it makes 4 % too
@@ -113,7 +114,8 @@ def _linked(hardware: Hardware, link: Link) -> Hardware:
     if link.kind == "pcie":
         copy = nccl = PCIE_RING_SHARE * link.bandwidth_gbps
     if link.kind == "host":
-        return replace(hardware, nccl_gbps=link.bandwidth_gbps, peers=False)
+        boxes = hardware.hopper
+        return replace(hardware, nccl_gbps=link.bandwidth_gbps, peers=False, mailboxes=boxes)
     return replace(hardware, copy_gbps=copy, nccl_gbps=nccl, store_gbps=H200.store_gbps * share)
 
 
@@ -165,7 +167,8 @@ def of(cluster: Cluster, tp: int = 1) -> Hardware:
     cards = cluster.gpus_per_node * share_gbps(nics, cluster.gpus_per_node)
     latency_us = hardware.nccl_latency_us + nics.latency_us * tp / cluster.gpus_per_node
     gbps = min(hardware.nccl_gbps, cards)
-    return replace(hardware, nccl_gbps=gbps, nccl_latency_us=latency_us, peers=False)
+    joined = replace(hardware, nccl_gbps=gbps, nccl_latency_us=latency_us)
+    return replace(joined, peers=False, mailboxes=False)
 
 
 def in_training(cluster: Cluster, tp: int = 1) -> Hardware:

@@ -5,7 +5,7 @@
 | megatron | NCCL and GEMM, one after the other | x gathered under dgrad, dx scattered under wgrad | as forward |
 | hopper, fused, pipelined | ours, see `operator_cost` | the same | the same |
 | auto | the fastest of ours and megatron | the same | the same |
-| signalled | ours between GPUs that share no memory, see `signalled` | the same | the same |
+| signalled, mailboxes | ours between GPUs that share no memory, see there | the same | the same |
 | te | a library GEMM per shard | a collective beside each GEMM | as forward |
 
 CUDA_DEVICE_MAX_CONNECTIONS is 1, as Megatron requires before Blackwell.
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from flux_megatron.lab.perf import signalled
+from flux_megatron.lab.perf import mailboxes, signalled
 from flux_megatron.lab.perf.collectives import all_reduce_us, collective_us
 from flux_megatron.lab.perf.gemm import gemm_us
 from flux_megatron.lab.perf.hardware import Hardware
@@ -104,13 +104,17 @@ def operator_us(problem: Problem, strategy: str, hardware: Hardware) -> float:
     if strategy == "auto":
         # the kernel for sm_90 on Hopper GPUs, the portable one elsewhere
         by_peers = ("hopper" if hardware.hopper else "fused", "pipelined")
-        ours = by_peers if hardware.peers else ("signalled",)
+        apart = ("signalled", "mailboxes") if hardware.mailboxes else ("signalled",)
+        ours = by_peers if hardware.peers else apart
         return min(operator_us(problem, one, hardware) for one in (*ours, "megatron"))
     if strategy in ("hopper", "fused", "pipelined"):
         return predict_us(problem, strategy, hardware)
     gemms = gemms_us(problem, hardware)
     if strategy == "signalled":
         return signalled.predict_us(problem, hardware, moved_bytes(problem), gemms[1])
+    if strategy == "mailboxes":
+        share_of_x = gathered_share(problem)
+        return mailboxes.predict_us(problem, hardware, moved_bytes(problem), share_of_x, gemms)
     if problem.pattern is Pattern.GEMM_AR:  # userbuffers have none
         summed = all_reduce_us(hardware, moved_bytes(problem), problem.world_size)
         if problem.is_backward:
