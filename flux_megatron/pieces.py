@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron.dispatch import agreed_empty, decide, decide_sum, in_memory, undecided
-from flux_megatron.overlap import calls, registry, transfer
+from flux_megatron.overlap import calls, registry
+from flux_megatron.overlap.gather import gather_beside
 from flux_megatron.overlap.operands import memory, product
 from flux_megatron.problem import Pattern, Plan
 from flux_megatron.scaling import Scaling
@@ -95,4 +96,4 @@ def start_gather_beside(x: Tensor, scales: Tensor | None, group: ProcessGroup) -
         scales = memory("scales", scales)
         scaling = Scaling(scales, scales, x.dtype, False, True)
     space = undecided(group, x.device, f"gather of {[*x.shape]} {x.dtype} beside other calls")
-    return calls.start_gather(transfer.gather_beside, x, _BESIDE, space, scaling)
+    return calls.start_gather(gather_beside, x, _BESIDE, space, scaling)

@@ -13,7 +13,8 @@ import torch
 
 from flux_megatron.kernels import launch
 from flux_megatron.kernels.hopper import epilogue as hopper_epilogue
-from flux_megatron.overlap import library_gemm, transfer
+from flux_megatron.overlap import library_gemm
+from flux_megatron.overlap.gather import gather_rows
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.scaling import E4M3, Scaling, block_shapes
 from flux_megatron.symm.program import CallProgram, Move
@@ -69,7 +70,7 @@ def test_scales_are_pushed_before_the_first_signal_and_held_like_x(comm_rows):
     scaling = Scaling(*scales, torch.bfloat16, True, True)
     plan = Plan("pipelined", comm_rows=comm_rows)
     program = CallProgram(space, plan, x, None, None, "", True, scaling)
-    program.built_by(transfer.gather_rows)
+    program.built_by(gather_rows)
     moves = [
         step for segment in program.segments for _, steps in segment for step in steps
         if isinstance(step, Move) and step.method in ("copy", "signal")

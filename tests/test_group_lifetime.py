@@ -20,8 +20,9 @@ import flux_megatron
 from flux_megatron import errors, ops, pieces, settings
 from flux_megatron.expert_parallel.ops import a2a_gemm
 from flux_megatron.kernels.triton_launch import Launcher
-from flux_megatron.overlap import calls, collectives, signalled, transfer
+from flux_megatron.overlap import calls, collectives, signalled
 from flux_megatron.overlap import stage as stages
+from flux_megatron.overlap.gather import add_gather, gather_rows
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import call_log, groups
 from flux_megatron.symm import workspaces as workspaces_module
@@ -249,7 +250,7 @@ def test_no_call_ends_before_all_its_signals_are_awaited(rank):
     """
     x = torch.full((4, 8), float(rank), device=DEVICE)
     space, waited = workspace(dist.group.WORLD, here()), []
-    gather = calls.start_gather(transfer.gather_rows, x, Plan("fused"), space)
+    gather = calls.start_gather(gather_rows, x, Plan("fused"), space)
     launch = Launcher.launch
 
     def launched(launcher: Launcher, *given: object) -> None:
@@ -267,7 +268,7 @@ def test_a_program_cannot_end_before_all_signals_are_awaited():
     program = CallProgram(
         space, Plan("fused"), torch.zeros(4, 8), None, None, "", caller_steps=True
     )
-    gather = transfer.add_gather(program, program.x, 0)
+    gather = add_gather(program, program.x, 0)
     gather.wait_for(1)
     with pytest.raises(AssertionError, match="not all rows are awaited"):
         gather.close()

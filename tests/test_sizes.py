@@ -15,7 +15,7 @@ from ranks import DEVICE, here, on_cpu_ranks, on_device_ranks
 
 from flux_megatron import errors
 from flux_megatron.kernels.portable.gemm_tile import gemm_tile, store_tile
-from flux_megatron.overlap import transfer
+from flux_megatron.overlap.gather import add_gather
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm import call_log, enqueue, signals
 from flux_megatron.symm.channel import REFRESH_EVERY
@@ -35,7 +35,7 @@ def pushes(
     space = SimpleNamespace(rank=1, world_size=world_size, timeout_ns=1, mailboxes=False)
     x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     p = CallProgram(space, Plan("hopper"), x, None, None, "", caller_steps=True)
-    gather = transfer.add_gather(p, p.x, comm_rows, part_columns=part_columns)
+    gather = add_gather(p, p.x, comm_rows, part_columns=part_columns)
     ((_, _), (_, (fork, *steps)), _) = p.segments[0]
     assert fork.method == "fork"
     found, signals = [], set()

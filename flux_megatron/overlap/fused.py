@@ -22,6 +22,7 @@ from flux_megatron.kernels.portable import ag_gemm as ag_gemm_kernels
 from flux_megatron.kernels.portable import gemm_rs as gemm_rs_kernels
 from flux_megatron.kernels.sizes import next_power_of_2
 from flux_megatron.overlap import transfer
+from flux_megatron.overlap.gather import add_gather, all_reduced
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.scaling import Scaling, result_dtype
@@ -101,7 +102,7 @@ def _tma(problem: Problem) -> bool:
 
 def _ag_gemm(p: CallProgram) -> Slot:
     local_copy = "engine" if p.caller_steps else "nobody"
-    gather = transfer.add_gather(p, p.x, p.plan.comm_rows, local_copy=local_copy)
+    gather = add_gather(p, p.x, p.plan.comm_rows, local_copy=local_copy)
     with p.phase("ag_gemm kernel"):
         y = ag_gemm_kernels.ag_gemm(
             p.x, gather.gathered, p.w, p.bias, **transfer.waits(gather.channel),
@@ -140,7 +141,7 @@ def _gemm_rs(p: CallProgram) -> Slot:
 
 
 def _gemm_ar(p: CallProgram) -> Slot:
-    return transfer.all_reduced(p, _sums(p).finish())
+    return all_reduced(p, _sums(p).finish())
 
 
 BUILDERS: dict[Pattern, Builder] = {COLUMN: _ag_gemm, ROW: _gemm_rs, Pattern.GEMM_AR: _gemm_ar}

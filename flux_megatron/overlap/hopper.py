@@ -26,6 +26,7 @@ from flux_megatron.kernels.hopper import gemm as hopper_gemm
 from flux_megatron.kernels.hopper.config import LOW
 from flux_megatron.kernels.sizes import cdiv, part_columns, tiles_of_shard
 from flux_megatron.overlap import arrivals, hopper_plans, transfer
+from flux_megatron.overlap.gather import add_gather, all_reduced
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import COMM_TILES_MAX, Problem, Tile
 from flux_megatron.scaling import E4M3, Scaling, result_dtype
@@ -70,7 +71,7 @@ def _ag_gemm(p: CallProgram) -> Slot:
     if tile.block_m > M_shard:  # a tile lies within a shard
         tile = replace(LOW[0], block_k=tile.block_k)
     columns = part_columns(K, k_parts, tile.block_k) if k_parts > 1 else 0
-    gather = transfer.add_gather(p, p.x, comm_rows, local_copy="nobody", part_columns=columns)
+    gather = add_gather(p, p.x, comm_rows, local_copy="nobody", part_columns=columns)
     with p.phase("ag_gemm kernel"):
         y: Slot = hopper_ag_gemm.ag_gemm(
             p.x, gather.gathered, p.w, p.bias, **transfer.waits(gather.channel),
@@ -179,7 +180,7 @@ def _gemm_ar(p: CallProgram) -> Slot:
     if p.plan.transport == "exchange":
         return _exchanged(p)
     if p.space.mailboxes:  # where no kernel stores at every rank
-        return transfer.all_reduced(p, _gemm_rs(p, last=False))
+        return all_reduced(p, _gemm_rs(p, last=False))
     M, N = len(p.x), p.N
     y = p.x.new_empty(M, N)
     rows = cdiv(M, p.world_size)  # the last rank may have fewer

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from flux_megatron.kernels import launch
 from flux_megatron.overlap import library_gemm, transfer
+from flux_megatron.overlap.gather import Gather, add_gather, all_reduced
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.scaling import result_dtype
@@ -73,7 +74,7 @@ def _ag_gemm(p: CallProgram) -> Slot:
     whole, borrows = p.plan.gemms == 1, p.caller_steps
     local_copy = "caller" if whole else "engine" if borrows else "nobody"
     scales: Any = p.scaling.x if p.scaling and p.scaling.blockwise else None
-    gather = transfer.add_gather(p, p.x, p.plan.comm_rows, local_copy=local_copy, scales=scales)
+    gather = add_gather(p, p.x, p.plan.comm_rows, local_copy=local_copy, scales=scales)
     library_gemm.transpose(p)
     y = p.x.new_empty(len(gather.gathered), p.N, dtype=result_dtype(p.x, p.scaling))
     if whole:
@@ -89,7 +90,7 @@ def _ag_gemm(p: CallProgram) -> Slot:
     return y
 
 
-def _multiply_shards(p: CallProgram, gather: transfer.Gather, y: Slot) -> None:
+def _multiply_shards(p: CallProgram, gather: Gather, y: Slot) -> None:
     """The local shard at once, the others when they have arrived."""
     rank, M_shard = p.rank, len(p.x)
     library_gemm.multiply(p, p.x, out=y[rank * M_shard : (rank + 1) * M_shard], bias=p.bias)
@@ -156,7 +157,7 @@ def _gemm_rs(p: CallProgram) -> Slot:
 
 
 def _gemm_ar(p: CallProgram) -> Slot:
-    return transfer.all_reduced(p, _sums(p).finish())
+    return all_reduced(p, _sums(p).finish())
 
 
 BUILDERS: dict[Pattern, Builder] = {COLUMN: _ag_gemm, ROW: _gemm_rs, Pattern.GEMM_AR: _gemm_ar}

@@ -14,6 +14,7 @@ from flux_megatron.overlap import (
     signalled,
     transfer,
 )
+from flux_megatron.overlap.gather import gather_rows
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.places import Missing
@@ -138,4 +139,4 @@ def gather_plan(problem: Problem, plan: Plan) -> Plan:
 def gather_builder(plan: Plan) -> Builder:
     """That of a gather for a caller who enqueues beside it, by a plan of `gather_plan`'s."""
     pushes = _ALL[plan.strategy].NEEDS_SYMMETRIC_MEMORY
-    return transfer.gather_rows if pushes else sequential.gather_rows
+    return gather_rows if pushes else sequential.gather_rows

@@ -199,7 +199,7 @@ def ar(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tens
 
 def backward(host: Host, ag_x: Tensor, rs_x: Tensor, consumes: bool) -> dict[str, Tensor]:
     """A column-parallel layer's backward: a gather and a reduce-scatter at the same time."""
-    build = host.machine.package.transfer.gather_rows
+    build = host.machine.package.gather.gather_rows
     gather = host.calls.start_gather(build, ag_x, host.plan, host.space)
     scatter = host.start(Pattern.GEMM_RS, rs_x)
     gathered = gather.complete()

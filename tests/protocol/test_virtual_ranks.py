@@ -80,7 +80,7 @@ def test_other_seed_other_run(package):
 
 
 def gathered(package: PackageCopy, machine: Machine, rank: int) -> None:
-    gather_rows, x = package.transfer.gather_rows, torch.zeros(4, 4)
+    gather_rows, x = package.gather.gather_rows, torch.zeros(4, 4)
     plan, space = package.problem.Plan("fused"), machine.workspaces[rank]
     package.calls.start_gather(gather_rows, x, plan, space).complete()
 
