@@ -24,6 +24,7 @@ from flux_megatron.overlap.operands import (
     local,
     memory,
     no_rows,
+    refuse_forward_mode,
     refuse_wrapper,
 )
 from flux_megatron.overlap.report import note_call, note_fallback
@@ -181,7 +182,8 @@ def refuse(error: str, group: ProcessGroup, device: torch.device) -> NoReturn:
 
 
 def refuse_wrappers(operation: str, group: ProcessGroup, **operands: Tensor) -> None:
-    """Refuse tensors that stand for others."""
+    """Refuse tensors that stand for others, also in forward mode."""
+    refuse_forward_mode(operation)
     for name, tensor in operands.items():
         try:
             refuse_wrapper(name, tensor)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
-from torch._C._functorch import TransformType, get_interpreter_stack, maybe_current_level
+from torch._C._functorch import maybe_current_level
 from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup
 
@@ -28,7 +28,14 @@ from flux_megatron.dispatch import (
 from flux_megatron.overlap import calls, differentiable
 from flux_megatron.overlap.library_gemm import blocks_refused
 from flux_megatron.overlap.low_latency import MOST_ROWS
-from flux_megatron.overlap.operands import awaited, dense, is_plain, local, product
+from flux_megatron.overlap.operands import (
+    awaited,
+    dense,
+    is_plain,
+    local,
+    product,
+    refuse_forward_mode,
+)
 from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.report import note_fallback
 from flux_megatron.problem import Pattern, Plan, plan_text
@@ -177,20 +184,12 @@ def _eager(pattern: Pattern, x: Tensor, w: Tensor, bias: Tensor | None = None) -
 def is_traced(name: str) -> bool:
     """Whether torch.compile, fake tensors, a checkpointing policy or functorch must see one
     operator. A transform of functorch wraps what is made under it, outside of an operator's code.
-
-    `NotImplementedError`, with the `name` of what is called, in forward mode: torch takes the
-    tangents of an operator's results for zero.
+    Forward mode is refused, with the `name` of what is called.
     """
     if is_dynamo_compiling():
         return True
-    if maybe_current_level() is None:
-        return _len_torch_dispatch_stack() > 0
-    if any(one.key() == TransformType.Jvp for one in get_interpreter_stack() or ()):
-        raise NotImplementedError(
-            f"{name}: forward-mode differentiation (torch.func.jvp, jacfwd, hessian) given, "
-            "reverse mode (torch.func.vjp, jacrev) expected"
-        )
-    return True
+    refuse_forward_mode(name)
+    return maybe_current_level() is not None or _len_torch_dispatch_stack() > 0
 
 
 def run_ag_gemm(

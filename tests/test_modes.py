@@ -19,6 +19,7 @@ from layer_cases import check, layer
 from ranks import DEVICE, here, on_device_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import flux_megatron
 from flux_megatron.device import Channel
@@ -225,10 +226,19 @@ def test_forward_mode_is_refused_by_name_and_vmap_works(rank):
         "column layer": layer,
         "local_linear": lambda x: local_linear(x, w, None, allreduce_group=group),
         "gemm_ar": lambda x: flux_megatron.gemm_all_reduce(x, w, group),
+        "embedding_a2a": lambda x: flux_megatron.embedding_all_to_all(x[None], bags, bags, group),
+        "a2a_gemm": lambda x: flux_megatron.a2a_gemm(x, w[None], counts, group, capacity=4)[0],
     }
+    bags, counts = (
+        torch.arange(3, device=DEVICE),
+        torch.ones(2, 1, dtype=torch.int32, device=DEVICE),
+    )
     for name, traced in names.items():
         for one, given in ((traced, x), (torch.func.vmap(traced), x[None])):
-            with pytest.raises(NotImplementedError, match=f"^{name}: forward-mode"):
+            refused = partial(pytest.raises, NotImplementedError, match=f"^{name}: forward-mode")
+            with refused():
                 torch.func.jacfwd(one)(given)
+            with refused(), forward_ad.dual_level():
+                one(forward_ad.make_dual(given, given))
     batch = torch.stack([x, 2 * x])
     assert_exact(torch.func.vmap(layer)(batch), torch.stack([layer(one) for one in batch]))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from flux_megatron import scaling as fp8
@@ -98,6 +99,15 @@ def refuse_wrapper(what: str, tensor: Tensor) -> None:
         )
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise ValueError(f"{what} with the layout {tensor.layout} given, a dense tensor expected")
+
+
+def refuse_forward_mode(name: str) -> None:
+    """`NotImplementedError`: torch takes the tangents of an operator's results for zero."""
+    if forward_ad._current_level >= 0:
+        raise NotImplementedError(
+            f"{name}: forward-mode differentiation (torch.func.jvp, jacfwd, hessian) given, "
+            "reverse mode (torch.func.vjp, jacrev) expected"
+        )
 
 
 def _is_wrapper(tensor: Tensor) -> bool:
