@@ -15,6 +15,8 @@ there, for the numbers of tokens that come | auto |
 | FLUX_MEGATRON_NATIVE | 1: C makes the driver calls; 0: Python does; below | 1 |
 | FLUX_MEGATRON_ALLOW | what `--flux-allow` names, with spaces or commas between | |
 | FLUX_MEGATRON_EXPERTS_ONCE | 1: a token travels once to a rank of its experts | 0 |
+| FLUX_MEGATRON_EXPERT_TOKENS | the most tokens of a rank before its experts; not given: as many \
+as it has, on all ranks | |
 | FLUX_MEGATRON_FP8_WIRE | 1: FP8 GEMM+RS of `hopper` sends partial sums in e4m3 | 0 |
 | FLUX_MEGATRON_ENABLE | 1: `flux_megatron.enable()` where Megatron begins | 0 |
 
@@ -78,6 +80,7 @@ class Settings:
     enable: bool = False
     fp8_wire: bool = False
     experts_once: bool = False
+    expert_tokens: int | None = None  # None: ranks have equally many
 
 
 def _switch(name: str, text: str) -> bool:
@@ -96,6 +99,12 @@ def _seconds(name: str, text: str) -> float:
     return seconds
 
 
+def _count(name: str, text: str) -> int:
+    if not (text.isdecimal() and int(text)):
+        raise ValueError(f"{name}={text!r}, expected a whole number above 0")
+    return int(text)
+
+
 def _one_of(values: tuple[str, ...]) -> Callable[[str, str], str]:
     def read(name: str, text: str) -> str:
         if text not in values:
@@ -112,7 +121,7 @@ def names_in(text: str) -> tuple[str, ...]:
 
 _READ: dict[str, Callable[[str, str], Any]] = {
     "strategy": _one_of(STRATEGIES), "tune": _one_of(TUNE), "beside": _one_of(BESIDE),
-    "timeout_s": _seconds, "tune_seconds": _seconds, "cache": _folder,
+    "timeout_s": _seconds, "tune_seconds": _seconds, "cache": _folder, "expert_tokens": _count,
     "allow": lambda _, text: names_in(text),
 }  # fmt: skip
 

@@ -32,14 +32,14 @@ def test_every_variable_is_read():
     environment = named(
         STRATEGY="pipelined", STRICT="1", TIMEOUT_S="2.5", POISON="1", TUNE="on", TUNE_SECONDS="7",
         BESIDE="1", CACHE="/somewhere", NVTX="1", NATIVE="0", ALLOW="sft,  train_step", ENABLE="1",
-        FP8_WIRE="1", EXPERTS_ONCE="1",
+        FP8_WIRE="1", EXPERTS_ONCE="1", EXPERT_TOKENS="4096",
     )  # fmt: skip
     assert environment.keys() == named(**{n.upper(): "" for n in fields}).keys()
     assert read(environment) == Settings(
         "pipelined", strict=True, timeout_s=2.5, poison=True,
         tune="on", tune_seconds=7.0, beside="1", cache=Path("/somewhere"),
         nvtx=True, native=False, allow=("sft", "train_step"), enable=True, fp8_wire=True,
-        experts_once=True,
+        experts_once=True, expert_tokens=4096,
     )  # fmt: skip
 
 
@@ -50,6 +50,7 @@ def test_every_variable_is_read():
         ("STRICT=yes STRICT= POISON=2 NVTX=on NATIVE=all", "0 or 1"),
         ("TIMEOUT_S=0 TIMEOUT_S=-1 TIMEOUT_S=soon TIMEOUT_S=inf TIMEOUT_S=nan", "seconds above 0"),
         ("TUNE_SECONDS=0 TUNE_SECONDS=long", "seconds above 0"),
+        ("EXPERT_TOKENS=0 EXPERT_TOKENS=-1 EXPERT_TOKENS=1e3", "a whole number above 0"),
         ("TIMEOUT_S=2e10", r"seconds above 0, at most 1e\+09"),  # kernels count ns in 64 bits
         ("CACHE=~nobody9/x", "a folder: no home folder is known here for ~nobody9"),
     ],

@@ -72,6 +72,17 @@ def decide(
     return choice
 
 
+def most_tokens(tokens: int, group: ProcessGroup, device: torch.device) -> int:
+    """What stands for this rank's number of tokens in what all ranks must have in common: as many,
+    or what FLUX_MEGATRON_EXPERT_TOKENS says.
+    """
+    most = settings.get().expert_tokens or tokens
+    if tokens > most:
+        error = f"{tokens} tokens given, FLUX_MEGATRON_EXPERT_TOKENS={most} at most expected"
+        refuse(f"--flux-experts: {error}", group, device)
+    return most
+
+
 def _agreed(
     operation: str, x: Tensor, w: Tensor, capacity: int, layout: str, plan: Plan | None,
     space: Workspace,

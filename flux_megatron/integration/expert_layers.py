@@ -20,8 +20,10 @@ from megatron.core import activations, tensor_parallel
 from megatron.core.fusions import fused_bias_geglu
 from megatron.core.transformer.moe import experts as stock
 from torch import Tensor
+from torch.nn import functional
 
 from flux_megatron.expert_parallel import activation, kept_rows, once, ops, separate
+from flux_megatron.expert_parallel.call import most_tokens
 from flux_megatron.integration import arm, expert_parameters
 
 LINEARS = ("linear_fc1", "linear_fc2")
@@ -91,7 +93,7 @@ class _Forward:
 
     def _capacity(self, x: Tensor) -> int:
         tokens = len(x) // self.config.moe_router_topk
-        return max(self._most_of(tokens), len(x), 1)
+        return max(self._most_of(most_tokens(tokens, self.ep_group, x.device)), len(x), 1)
 
     def _most_of(self, tokens: int) -> int:
         """The most rows that could come: each token of each rank chooses an expert once."""
@@ -149,20 +151,23 @@ class _Separate(_Forward):
         of_rows = self._bias("linear_fc1")
         if of_rows is not None and reverse:
             of_rows = of_rows.flip(0)
-        topk, capacity = self.config.moe_router_topk, self._most_of(len(x))
+        tokens, sent = len(x), [x, chosen, probs]
+        if (most := most_tokens(tokens, group, x.device)) > tokens:  # those behind choose nobody
+            sent = [functional.pad(one, (0, 0, 0, most - tokens)) for one in sent]
+        topk, capacity = self.config.moe_router_topk, self._most_of(most)
         others = max(self.num_local_experts, group.size())
-        with kept_rows.keeping(capacity, topk * len(x), others, x.device) as kept:
+        with kept_rows.keeping(capacity, topk * tokens, others, x.device) as kept:
             routes, weights = once.route(
-                chosen, probs, group, topk=topk, capacity=capacity, reverse=reverse
+                sent[1], sent[2], group, topk=topk, capacity=capacity, reverse=reverse
             )
-            rows = once.send(x, routes, group)
+            rows = once.send(sent[0], routes, group)
             hidden = once.multiply(rows, first, routes, wgrad)
             y = self._after_activation(
                 lambda rows: once.multiply(rows, second, routes, wgrad),
                 hidden, routes.received, of_rows, weights,
             )  # fmt: skip
             kept.counted(routes.received)
-        y, bias = once.give_back(y, routes, group), self._bias_of_all()
+        y, bias = once.give_back(y, routes, group)[:tokens], self._bias_of_all()
         # one GEMM of [T, R E]; a bias a row would be some ten passes over a buffer of R T rows
         return y if bias is None else (y + (probs * chosen).float() @ bias.float()).to(y.dtype)
 

@@ -199,6 +199,26 @@ def test_losses_where_rows_are_kept_at_their_size(rank, case):
     assert [count > 0 for count in shrunk] == [True, False] * (STEPS - 1) + [True]
 
 
+UNEQUAL = {"FLUX_MEGATRON_EXPERTS_ONCE": "{once}", "FLUX_MEGATRON_EXPERT_TOKENS": "9"}
+
+
+@pytest.mark.parametrize("once", ["0", "1"])
+@pytest.mark.parametrize("case", ["swiglu, empty experts", *[*WITH_BIASES][1:2]])
+@on_cpu_ranks(2, environment=UNEQUAL)
+def test_losses_where_ranks_have_different_numbers_of_tokens(rank, case):
+    """As packed batches of data parallelism."""
+    as_of_the_stock_dispatcher(rank, (9, 4)[rank], {**CASES, **MORE}[case])
+
+
+@pytest.mark.parametrize("once", ["0", "1"])
+@on_cpu_ranks(2, environment=UNEQUAL)
+def test_more_tokens_than_was_said_are_an_error_on_every_rank(rank):
+    sbs.start(1, expert_model_parallel_size=2)
+    refused = (ValueError, flux_megatron.errors.ProblemMismatch)
+    with ours(), pytest.raises(refused, match=r"10 tokens given, .*TOKENS=9 at most expected"):
+        trained(rank, 10 - rank, CASES["two a token"])
+
+
 @pytest.mark.parametrize("once", ["0", "1"])
 @on_cpu_ranks(2, environment={"FLUX_MEGATRON_EXPERTS_ONCE": "{once}"})
 def test_losses_where_as_many_rows_could_come_as_there_are_experts(rank, once):
