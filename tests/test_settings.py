@@ -32,14 +32,14 @@ def test_every_variable_is_read():
     environment = named(
         STRATEGY="pipelined", STRICT="1", TIMEOUT_S="2.5", POISON="1", TUNE="on", TUNE_SECONDS="7",
         BESIDE="1", CACHE="/somewhere", NVTX="1", NATIVE="0", ALLOW="sft,  train_step", ENABLE="1",
-        FP8_WIRE="1", EXPERTS_ONCE="1", EXPERT_TOKENS="4096",
+        FP8_WIRE="1", EXPERTS="1", EXPERTS_ONCE="1", EXPERT_TOKENS="4096",
     )  # fmt: skip
     assert environment.keys() == named(**{n.upper(): "" for n in fields}).keys()
     assert read(environment) == Settings(
         "pipelined", strict=True, timeout_s=2.5, poison=True,
         tune="on", tune_seconds=7.0, beside="1", cache=Path("/somewhere"),
         nvtx=True, native=False, allow=("sft", "train_step"), enable=True, fp8_wire=True,
-        experts_once=True, expert_tokens=4096,
+        experts=True, experts_once=True, expert_tokens=4096,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from torch.nn import Module
 
 from flux_megatron import settings
 from flux_megatron.integration import adapters, building, coverage, install, replacing, stand_ins
+from flux_megatron.integration import experts as moe
 from flux_megatron.integration.flags import LAYERS, FluxOptions, names_given
 from flux_megatron.integration.layers import FluxColumnParallelLinear
 from flux_megatron.integration.replaced import around
@@ -24,6 +25,7 @@ def enable(
     strict: bool | None = None,
     strategy: str | None = None,
     save_gathered: bool | None = None,
+    experts: bool | None = None,
     allow: Collection[str] | None = None,
 ) -> None:
     """Let models that are built after this have our linear layers, whatever specifies them.
@@ -32,14 +34,16 @@ def enable(
     `--flux-overlap`, whose knobs have the same names. `layers`: of qkv, proj, fc1, fc2 and head,
     all by default. What is not given is left to the FLUX_MEGATRON_* variables. Norms that
     megatron-core takes from torch become ours too, because those refuse sequence parallelism.
-    Experts stay as they are, and so do TransformerEngine's layers that compute in FP8: they overlap
+    With `experts` theirs are ours too, as by `--flux-experts`; a model that they cannot run raises
+    `ValueError` when it is built. TransformerEngine's layers that compute in FP8 stay, and overlap
     by our operations. Rank 0 says in a model's first forward which of its layers are not
     ours and why; `strict` raises `FallbackRefused` there. Another call replaces the first.
 
     `ValueError` for a wrong option, and for a megatron-core whose layers differ from all that we
     know, unless `allow` names what differs.
     """
-    for name, switch in {"strict": strict, "save_gathered": save_gathered}.items():
+    switches = {"strict": strict, "save_gathered": save_gathered, "experts": experts}
+    for name, switch in switches.items():
         if switch not in (None, True, False):
             raise ValueError(f"{name} is {switch!r}, True or False expected")
     if strategy not in (None, *settings.STRATEGIES):
@@ -50,6 +54,7 @@ def enable(
         strategy=strategy,
         strict=strict,
         save_gathered=save_gathered,
+        experts=experts,
         allow=names_given("allow", allow),
     )
     stand_ins.check_megatron(options.allow)
@@ -57,6 +62,8 @@ def enable(
         _apply(options, undo)
         undo.enter_context(building.linears(options.layers))
         undo.enter_context(building.norms())
+        if settings.get().experts:
+            moe.use(undo)
         _say(undo, options.layers)
     install.log_at_exit()
 

@@ -11,12 +11,15 @@ router gives them, and a token travels once to a rank.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe import experts as stock_experts
+from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
@@ -24,7 +27,7 @@ from flux_megatron import settings
 from flux_megatron.expert_parallel import once
 from flux_megatron.integration import arm
 from flux_megatron.integration.expert_layers import OURS
-from flux_megatron.integration.replaced import put_everywhere
+from flux_megatron.integration.replaced import around
 
 # those whose place ours takes: --moe-token-dispatcher-type
 DISPATCHERS = {
@@ -32,14 +35,24 @@ DISPATCHERS = {
 }  # fmt: skip
 
 
-def use() -> None:
-    """Models built after this have our dispatcher and experts, where they would have had
-    Megatron's, of `DISPATCHERS`.
+def use(undo: contextlib.ExitStack) -> None:
+    """Models that are built until `undo` closes have our dispatcher and experts where they would
+    have Megatron's, whatever specifies them.
     """
     for dispatcher in DISPATCHERS.values():
-        put_everywhere(dispatcher, FluxTokenDispatcher)
-    for name, experts in OURS.items():
-        put_everywhere(name, experts)
+        _become(undo, getattr(token_dispatcher, dispatcher), FluxTokenDispatcher)
+    for name, ours in OURS.items():
+        _become(undo, getattr(stock_experts, name), ours)
+
+
+def _become(undo: contextlib.ExitStack, stock: type, ours: type) -> None:
+    @around(stock, "__init__", undo)
+    def becoming(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        if type(self) is stock:
+            self.__class__ = ours
+            ours.__init__(self, *args, **kwargs)  # type: ignore[misc]
+        else:
+            original(self, *args, **kwargs)
 
 
 def or_stock(ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,7 +81,7 @@ class FluxTokenDispatcher(MoEAlltoAllTokenDispatcher):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if reason := why_not(self.config, self.tp_size):
-            raise ValueError(f"--flux-experts cannot run this model: {reason}")
+            raise ValueError(f"our experts cannot run this model: {reason}")
 
     @property
     def shared_experts(self) -> Any:

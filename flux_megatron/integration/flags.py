@@ -40,6 +40,7 @@ class FluxOptions:
             "TUNE": self.tune or ("off" if self.deterministic else None),
             "TUNE_SECONDS": self.tune_seconds,
             "CACHE": self.cache,
+            "EXPERTS": None if self.experts is None else int(self.experts),
             "STRICT": None if self.strict is None else int(self.strict),
             "NVTX": 1 if self.trace else None,
             "ALLOW": " ".join(self.allow) if self.allow else None,

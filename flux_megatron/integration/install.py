@@ -90,7 +90,7 @@ def install(options: FluxOptions, of_te: bool = False, fp8: bool = False) -> Non
         settings.reload()
         FluxColumnParallelLinear.save_gathered = bool(options.save_gathered)
         if options.experts:
-            experts.use()
+            experts.use(undo)
         if of_te:
             provide_wgrad_kernels()
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 from unittest import mock
@@ -15,14 +16,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.activations import quick_gelu
-from megatron.core.extensions import transformer_engine_spec_provider
-from megatron.core.models import backends
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe import moe_layer, moe_utils
+from megatron.core.transformer.moe import experts as stock_experts
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from ranks import on_cpu_ranks
 
 import flux_megatron
+from flux_megatron import settings
 from flux_megatron.expert_parallel import kept_rows
 from flux_megatron.integration import arm, expert_layers, experts, install, requirements
 from flux_megatron.integration.flags import options_from
@@ -68,12 +69,8 @@ MORE = {
 
 @contextlib.contextmanager
 def ours() -> Iterator[None]:
-    with (
-        mock.patch.object(moe_layer, "MoEAlltoAllTokenDispatcher", None),
-        mock.patch.object(moe_layer, "MoEAllGatherTokenDispatcher", None),
-        mock.patch.object(backends, "SequentialMLP", None),
-    ):
-        experts.use()
+    with contextlib.ExitStack() as undo:
+        experts.use(undo)
         yield
 
 
@@ -228,12 +225,29 @@ def test_losses_where_as_many_rows_could_come_as_there_are_experts(rank, once):
         as_of_the_stock_dispatcher(rank, 1, one_a_token)
 
 
-@on_cpu_ranks(1)
-def test_the_flag_puts_them_in_place(rank):
-    install.install(options_from(sbs.parse("--flux-overlap", "--flux-experts")))
-    assert moe_layer.MoEAlltoAllTokenDispatcher is experts.FluxTokenDispatcher
-    assert backends.SequentialMLP is expert_layers.FluxExperts
-    assert transformer_engine_spec_provider.TEGroupedMLP is expert_layers.FluxGroupedExperts
+def kinds() -> tuple[type, type]:
+    """Of the dispatcher and the experts of a new model."""
+    layer = build(4, **CASES["two a token"], expert_model_parallel_size=1).decoder.layers[0]
+    return type(layer.mlp.token_dispatcher), type(layer.mlp.experts)
+
+
+@pytest.mark.parametrize("way", ["flag", "call", "variable"])
+@on_cpu_ranks(1, environment={"FLUX_MEGATRON_EXPERTS": "0"})
+def test_the_flag_and_enable_put_them_in_place(rank, way):
+    os.environ["FLUX_MEGATRON_EXPERTS"] = str(int(way == "variable"))
+    settings.reload()
+    sbs.start(1)
+    if way == "flag":
+        install.install(options_from(sbs.parse("--flux-overlap", "--flux-experts")))
+    else:
+        flux_megatron.enable(experts=True if way == "call" else None)
+    grouped = stock_experts.TEGroupedMLP.__init__
+    assert kinds() == (experts.FluxTokenDispatcher, expert_layers.FluxExperts)
+    flux_megatron.disable()
+    assert stock_experts.TEGroupedMLP.__init__ is not grouped
+    flux_megatron.enable(experts=False)
+    assert kinds() == (token_dispatcher.MoEAlltoAllTokenDispatcher, stock_experts.SequentialMLP)
+    flux_megatron.disable()
 
 
 REFUSED = {
@@ -291,7 +305,7 @@ def test_divided_experts_and_other_dispatchers_are_refused_before_the_start():
 def test_a_model_that_no_argument_tells_of_is_refused_when_it_is_built(rank):
     sbs.start(1, expert_model_parallel_size=2)
     for more in ({"moe_expert_capacity_factor": 1.0}, {"moe_apply_probs_on_input": True}):
-        with ours(), pytest.raises(ValueError, match="--flux-experts cannot run this model"):
+        with ours(), pytest.raises(ValueError, match="our experts cannot run this model"):
             build(4, **CASES["two a token"], **more)
 
 
