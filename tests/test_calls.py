@@ -121,7 +121,7 @@ class Space:
     def end(self, call: SimpleNamespace) -> None:
         call.channel.end_in(call.region)
 
-    guard, device = nullcontext, torch.device("cpu")
+    guard, device, mailboxes = nullcontext, torch.device("cpu"), False
 
     def fail(self, error: BaseException, is_open: bool) -> None:
         self.broken = str(error) * is_open

@@ -5,7 +5,6 @@ rank's gathered buffer, and kernels or the caller's stream wait for them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -163,7 +162,9 @@ def gather_rows(p: CallProgram, channel_name: str = GATHER) -> None:
     gather.close()
 
 
-gather_beside = partial(gather_rows, channel_name=BESIDE)  # beside other calls
+def gather_beside(p: CallProgram) -> None:
+    """As `gather_rows`, beside other calls."""
+    gather_rows(p, BESIDE)
 
 
 def _push_shard(
