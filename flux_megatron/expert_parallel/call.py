@@ -79,7 +79,7 @@ def most_tokens(tokens: int, group: ProcessGroup, device: torch.device) -> int:
     most = settings.get().expert_tokens or tokens
     if tokens > most:
         error = f"{tokens} tokens given, FLUX_MEGATRON_EXPERT_TOKENS={most} at most expected"
-        refuse(f"--flux-experts: {error}", group, device)
+        refuse(f"experts: {error}", group, device)
     return most
 
 

@@ -34,7 +34,7 @@ def enable(
     `--flux-overlap`, whose knobs have the same names. `layers`: of qkv, proj, fc1, fc2 and head,
     all by default. What is not given is left to the FLUX_MEGATRON_* variables. Norms that
     megatron-core takes from torch become ours too, because those refuse sequence parallelism.
-    With `experts` theirs are ours too, as by `--flux-experts`; a model that they cannot run raises
+    With `experts` those of Megatron are too, as by `--flux-experts`; a model they cannot run raises
     `ValueError` when it is built. TransformerEngine's layers that compute in FP8 stay, and overlap
     by our operations. Rank 0 says in a model's first forward which of its layers are not
     ours and why; `strict` raises `FallbackRefused` there. Another call replaces the first.

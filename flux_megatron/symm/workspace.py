@@ -275,9 +275,10 @@ class Guard:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            is_open = self._space.open_calls() != self._open
-            if error is not None and (is_open or self._whole):
-                self._space.fail(error, is_open)
+            if error is not None:
+                is_open = self._space.open_calls() != self._open
+                if is_open or self._whole:
+                    self._space.fail(error, is_open)
         finally:
             self._active.__exit__(None, None, None)
 
