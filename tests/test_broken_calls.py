@@ -175,6 +175,25 @@ def test_who_has_failed_alone_tells_ranks_that_wait_without_a_bound(rank):
             space.note("a call")
     dist.barrier()
     assert "a call after one that has failed" in refused(errors.GroupBroken, space.ask)
+    dist.barrier()
+    flux_megatron.release()  # none of the group's collectives was half made
+    check(Case("ag_gemm", 6, 8, 4))
+
+
+@on_device_ranks(2, environment=SHORT)
+def test_no_memory_on_one_rank_is_mended_by_release(rank):
+    """Where the call has none of the group's collectives: the other one waits in a kernel."""
+    space, call = workspace(dist.group.WORLD, here()), Case("ag_gemm", 6, 8, 4, plan=Plan("fused"))
+    check(call)
+    if rank == 0:
+        lacks = mock.patch.object(torch.Tensor, "new_empty", _no_memory)
+        with lacks, pytest.raises(torch.OutOfMemoryError):
+            ops.all_gather_gemm(*(torch.ones(n, 4, device=DEVICE) for n in (6, 8)),
+                                dist.group.WORLD, plan=call.plan)  # fmt: skip
+        assert (space.failed_alone, space.half_made) == (True, False)
+    dist.barrier()
+    flux_megatron.release()
+    check(call)
 
 
 @on_device_ranks(2, environment=SHORT)

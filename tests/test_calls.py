@@ -123,7 +123,7 @@ class Space:
 
     guard, device, mailboxes = nullcontext, torch.device("cpu"), False
 
-    def fail(self, error: BaseException, is_open: bool) -> None:
+    def fail(self, error: BaseException, is_open: bool, half_made: bool) -> None:
         self.broken = str(error) * is_open
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,15 @@ from fake_cuda_memory import DEVICE, fake
 from ranks import on_cpu_ranks
 
 from flux_megatron import errors
-from flux_megatron.symm import cuda_memory, device, mailbox, mailbox_watch, signals
+from flux_megatron.overlap import arrivals
+from flux_megatron.symm import (
+    cuda_backend,
+    cuda_memory,
+    device,
+    mailbox,
+    mailbox_watch,
+    signals,
+)
 from flux_megatron.symm.places import Missing
 from flux_megatron.symm.status import Status
 
@@ -39,6 +48,38 @@ def test_others_write_into_the_mailbox_and_the_gpu_has_its_own_memory(rank):
         del buffer, shard
         gc.collect()
         assert not driver.registered
+
+
+def test_the_end_of_a_process_waits_for_no_gpu_and_leaves_mailboxes_there(monkeypatch):
+    waits, box = mock.Mock(), torch.zeros(SIZE, dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "synchronize", waits)
+    monkeypatch.setattr(cuda_memory, "_ending", True)
+    monkeypatch.setattr(mailbox, "_left", [])
+    mailbox._unregister(box, DEVICE)
+    assert mailbox._left == [box]
+    assert not waits.called
+
+
+def test_a_stream_waits_for_the_low_bits_of_an_epoch():
+    """The driver takes 32 of them."""
+    engine, calls = object.__new__(cuda_backend.CudaCopyEngine), mock.Mock()
+    engine._stream, engine._call = 5, calls
+    engine.wait_count(64, 2**32 + 3)
+    calls.assert_called_once_with("cuStreamWaitValue32", 5, 64, 3, 0)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_capture_ends_with_the_stream_behind_bounded_waits_alone(captured, monkeypatch):
+    """Where kernels stood behind the stream, nothing would bound a replay."""
+    stream, channel = mock.Mock(), mock.MagicMock()
+    monkeypatch.setattr(arrivals, "capturing", lambda device: captured)
+    monkeypatch.setattr(arrivals, "arrival_stream", lambda device: stream)
+    in_flight = mock.Mock(calls=[channel])
+    channel.region.words, channel.region.rank, channel.region.mailbox = (64, 128), 0, 4096
+    arrivals._bring(0, (arrivals.Part(1, 0, ((0, 16),)),), in_flight)
+    assert [one[0] for one in stream.mock_calls] == ["wait_count", "copy", "signal"]
+    arrivals._end(in_flight)
+    assert stream.join.called == captured
 
 
 REFUSALS = ("cuMemHostRegister", "cuMemHostGetDevicePointer")
@@ -159,7 +200,7 @@ def test_a_thread_looks_until_a_channel_is_forgotten(monkeypatch):
     while not box.ended and time.monotonic() < end_s:
         time.sleep(0.01)
     assert box.ended
-    mailbox_watch.forget_all()
+    mailbox_watch.forget(box.awaited)
     assert not mailbox_watch._watched
 
 

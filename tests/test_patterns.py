@@ -74,6 +74,10 @@ def test_mailboxes_will_do_where_copy_engines_alone_reach_other_ranks(monkeypatc
     assert able(COLUMN) == {"hopper", "fused"} | others
     assert able(ROW) == {"hopper"} | others
     by_sms = Plan("hopper", transport="sm")
+    monkeypatch.setattr(hopper, "default_plan", lambda problem: by_sms)
+    assert registry.refusal(problem(ROW), "hopper", boxes) is None, "it has others"
+    assert registry.default_plan(problem(ROW), "hopper", boxes).transport == "copy_engine"
+    assert registry.default_plan(problem(ROW), "hopper", None) is by_sms
     assert registry.refusal(problem(ROW), "hopper", boxes, by_sms) == "no link"
     odd = replace(problem(Pattern.GEMM_AR), M=M + 1)
     assert registry.refusal(odd, "hopper", boxes, Plan("hopper")) == "no link"

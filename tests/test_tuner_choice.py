@@ -395,7 +395,7 @@ def test_training_waits_for_no_race_of_few_rows():
     ],
 )  # fmt: skip
 def test_the_rule_without_a_measurement(monkeypatch, M, names, strategy):
-    monkeypatch.setattr(plan_table, "_default", lambda problem, name: Plan(name))
+    monkeypatch.setattr(registry, "default_plan", lambda problem, name, missing: Plan(name))
     sums = replace(LAYER, pattern=Pattern.GEMM_AR, M=M)
     assert plan_table.ruled(sums, names).strategy == strategy
     for pattern in (Pattern.AG_GEMM, Pattern.GEMM_RS):
@@ -406,7 +406,7 @@ def test_the_rule_without_a_measurement(monkeypatch, M, names, strategy):
 def test_a_measured_plan_that_mailboxes_do_not_allow(monkeypatch):
     boxes, pushed = Missing("no link", mailboxes=True), Plan("hopper", transport="sm")
     monkeypatch.setattr(hopper, "supports", lambda problem: None)
-    monkeypatch.setattr(plan_table, "_default", lambda problem, name: Plan(name))
+    monkeypatch.setattr(registry, "default_plan", lambda problem, name, missing: Plan(name))
     scattered = replace(LAYER, pattern=Pattern.GEMM_RS, M=4096)
     table = PlanTable({4096: pushed})
     assert table.plan(scattered, ["hopper"]) == pushed

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flux_megatron.symm import signals
 from flux_megatron.symm.device import arrival_stream, capturing
-from flux_megatron.symm.program import ChannelSlots
+from flux_megatron.symm.program import CallProgram, ChannelSlots
 
 if TYPE_CHECKING:
     from flux_megatron.symm.channel import Call
@@ -34,12 +34,24 @@ class Part(NamedTuple):
 def bring(channel: ChannelSlots, parts: Sequence[Part]) -> None:
     """Have the parts come to the region as they arrive in the mailbox.
 
-    Behind the kernel that waits for them, and behind all that peers wait for: with
+    Behind the GEMM that waits for them, if one does, and behind all that peers wait for: with
     CUDA_DEVICE_MAX_CONNECTIONS=1 what is enqueued later may wait for them too.
     """
     p = channel.program
     with p.phase("arrivals"):
         p.host(partial(_bring, channel.number, tuple(parts)))
+
+
+def end(p: CallProgram) -> None:
+    """Behind all that waits with a bound: a capture ends with the stream in it."""
+    if p.space.mailboxes:
+        p.host(_end)
+
+
+def _end(in_flight: Any) -> None:
+    device = in_flight.space.device
+    if capturing(device):
+        arrival_stream(device).join()
 
 
 def begin_captured(call: Call) -> None:
@@ -72,5 +84,3 @@ def _bring(number: int, parts: tuple[Part, ...], in_flight: Any) -> None:
             method = stream.copy_rows if rows else stream.copy
             method(to + first, box + first, size_bytes, *rows)
         stream.signal(here + slot, epoch)
-    if captured:
-        stream.join()

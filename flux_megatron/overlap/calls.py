@@ -125,7 +125,7 @@ class InFlight:
     def _fail(self, error: BaseException) -> None:
         is_open = any(call.channel.open for call in self.calls)
         is_open = is_open or any(one.open is self for one in self.space.kept.values())
-        self.space.fail(error, is_open)
+        self.space.fail(error, is_open, half_made=not self.program.follows)
 
     def _take_back(self) -> bool:
         for call in self.calls:

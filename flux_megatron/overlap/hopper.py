@@ -170,6 +170,7 @@ def _gemm_rs(p: CallProgram, gathering: Gathering | None = None, last: bool = Tr
         p.caller_step()
     if not by_sm:
         p.move("join")
+        arrivals.end(p)
     return y
 
 

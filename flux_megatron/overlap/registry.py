@@ -76,10 +76,19 @@ def refusal(
     reason = None if lacking is None or lacking.mailboxes else lacking.reason
     if reason := reason or one.supports(problem):
         return reason
+    if plan is None and lacking is not None:
+        return None if candidates(problem, name, missing) else lacking.reason
     plan = plan or one.default_plan(problem)
     if lacking is not None and not _by_copies(problem, plan):
         return lacking.reason
     return one.why_not(problem, plan)
+
+
+def default_plan(problem: Problem, name: str, missing: Missing | None) -> Plan:
+    """The plan of a strategy that can run the problem, without a measurement."""
+    if missing is None or not (able := candidates(problem, name, missing)):
+        return strategy(problem, name).default_plan(problem)
+    return able[0]
 
 
 def _by_copies(problem: Problem, plan: Plan) -> bool:

@@ -112,7 +112,7 @@ class CudaCopyEngine(CopyEngine):
 
     def wait_count(self, counter: int, count: int) -> None:
         # flags 0: until the difference of the two, as a signed number, is at least 0
-        self._call("cuStreamWaitValue32", self._stream, counter, count, 0)
+        self._call("cuStreamWaitValue32", self._stream, counter, count % 2**32, 0)
 
     def write(self, address: int, word: int) -> None:
         # flags 0: the write waits for, and is ordered after, all earlier writes of this stream

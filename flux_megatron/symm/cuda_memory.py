@@ -193,6 +193,11 @@ def process_ends() -> None:
     _ending = True
 
 
+def ending() -> bool:
+    """Whether the process ends."""
+    return _ending
+
+
 def _unmap(address: int, size_bytes: int, device: torch.device) -> None:
     if _ending:
         return

@@ -1,8 +1,8 @@
 """Symmetric memory for GPUs that reach none of each other: a mailbox a rank in the host's memory.
 
-Copy engines of other ranks push into the mailbox, and a stream of its owner brings what has come to
-the same place of memory on the owner's GPU (`overlap.arrivals`). So kernels find data and signals
-where they would be without mailboxes.
+Copy engines of other ranks push into the mailbox, and rank barriers signal there. A stream of its
+owner brings what has come to the same place of memory on the owner's GPU (`overlap.arrivals`). So
+kernels find data and signals where they would be without mailboxes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from flux_megatron import errors
 from flux_megatron.symm import cpu_backend, cuda_memory, objects
 from flux_megatron.symm.buffer import SymmetricBuffer
 
+_left: list[Tensor] = []
 _FLAGS = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE, for all contexts, and _DEVICEMAP
 
 
@@ -69,6 +70,9 @@ class Registered:
 
 
 def _unregister(memory: Tensor, device: torch.device) -> None:
+    if cuda_memory.ending():
+        _left.append(memory)  # a copy may use it to the last
+        return
     with contextlib.suppress(RuntimeError):  # a device that has failed: its process ends
         torch.cuda.synchronize(device)  # a copy may still use it
         cuda_memory.call("cuMemHostUnregister", memory.data_ptr())

@@ -60,7 +60,10 @@ class Awaited:
     def _missing(self) -> int | None:
         """A slot that the first call awaits."""
         epoch, slots, _ = self._calls[0]
-        return next((one for one in slots if not signals.reached(self._box[one], epoch)), None)
+        for slot in slots:
+            if not signals.reached(self._box[slot], epoch):
+                return slot
+        return None
 
     def end(self) -> None:
         """All waits so far. Replays reset what is written, so it is written at each look."""
@@ -80,12 +83,6 @@ def forget(awaited: Awaited) -> None:
     with _lock:
         _watched.discard(awaited)
         awaited.end()
-
-
-def forget_all() -> None:
-    """The interpreter ends."""
-    for awaited in [*_watched]:
-        forget(awaited)
 
 
 @cache

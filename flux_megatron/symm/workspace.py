@@ -68,6 +68,7 @@ class Workspace:
         self.missing = Missing(apart) if apart else missing(group, device)
         self.calls = call_log(group, device) if self.shares_memory else None
         self.failed_alone = False  # unless the other ranks have failed too: the next call asks
+        self.half_made = False  # whether the others may be in a collective of the group then
         self._late = ""  # the wait that ran out of time, with its likely reason
         self._status = Status(device, limit_s)
         self.channels: dict[str, Channel] = {}
@@ -149,8 +150,8 @@ class Workspace:
             self.failed_alone = False
             try:
                 self.agreement.confirm("a call after one that has failed")
-            except errors.ProblemMismatch as error:  # the others may be in a collective for good
-                self._report_failure(f"{type(error).__name__}: {error}", half_made=True)
+            except errors.ProblemMismatch as error:  # the others may wait for good
+                self._report_failure(f"{type(error).__name__}: {error}", self.half_made)
                 raise
         if self.calls is None:
             return
@@ -206,16 +207,16 @@ class Workspace:
     def guard(self, *, whole: bool = False) -> Guard:
         return Guard(self, whole)
 
-    def fail(self, error: BaseException, is_open: bool) -> None:
+    def fail(self, error: BaseException, is_open: bool, half_made: bool) -> None:
         """`error` has ended a call. In the middle of one other ranks wait for the rest of it. Else
         none waits if all fail alike, as ranks that lack memory do, so they ask each other before
         the next call: one that has failed alone would send its next rows to those who wait for
-        these.
+        these, or who wait for good, where the call is `half_made` of the group's collectives.
         """
         if is_open:
             self.break_off(error)
         elif not isinstance(error, errors.FluxError):
-            self.failed_alone = True
+            self.failed_alone, self.half_made = True, half_made
 
     def break_off(self, error: BaseException) -> None:
         """Refuse all further calls, on all ranks: `error` has ended one in the middle."""
@@ -278,7 +279,7 @@ class Guard:
             if error is not None:
                 is_open = self._space.open_calls() != self._open
                 if is_open or self._whole:
-                    self._space.fail(error, is_open)
+                    self._space.fail(error, is_open, half_made=True)  # it may have collectives
         finally:
             self._active.__exit__(None, None, None)
 

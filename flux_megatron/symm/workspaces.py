@@ -14,7 +14,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from flux_megatron import errors, settings
-from flux_megatron.symm import cuda_memory, mailbox_watch, objects
+from flux_megatron.symm import cuda_memory, objects
 from flux_megatron.symm.device import active, capturing
 from flux_megatron.symm.groups import SHARE, given, is_listed, name_of, timeout_s, unwrapped
 from flux_megatron.symm.workspace import Workspace, of_groups
@@ -145,7 +145,6 @@ def _let_groups_go() -> None:
     A thread that drops the last collective's tensors later aborts the process.
     """
     cuda_memory.process_ends()
-    mailbox_watch.forget_all()
     of_groups.clear()
     _agreed_before.clear()
     gc.collect()  # workspaces and channels refer to each other

@@ -123,7 +123,7 @@ def _candidates(
 ) -> list[Plan]:  # fmt: skip
     if not names:
         return []
-    found = [ruled(problem, names)]
+    found = [ruled(problem, names, space.missing)]
     if (measured := table.measured(problem)) is not None:
         return [measured, *found]
     raced = raced_as(kind, number)

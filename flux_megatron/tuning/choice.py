@@ -99,7 +99,7 @@ def choose(problem: Problem, table: PlanTable, space: Workspace) -> tuple[Plan, 
         reason = registry.why_none(problem, wanted, space.missing)
         return sequential.default_plan(problem), reason
     if wanted != "auto":
-        return registry.strategy(problem, wanted).default_plan(problem), None
+        return registry.default_plan(problem, wanted, space.missing), None
     if _is_raced(problem) and (ranges := table.unsettled(problem)):
         _race(problem, ranges, table, space)
     return table.plan(problem, chain((first,), names), space.missing), None

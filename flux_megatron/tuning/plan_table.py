@@ -64,7 +64,7 @@ class PlanTable:
             refused = missing and registry.refusal(problem, plan.strategy, missing, plan)
             if plan.strategy in (*names, "sequential") and not refused:
                 return plan
-        return ruled(problem, names)
+        return ruled(problem, names, missing)
 
     def measured(self, problem: Problem) -> Plan | None:
         """That of the nearest point in the range, or None."""
@@ -104,11 +104,11 @@ def for_rows(plan: Plan, M: int, problem: Problem) -> Plan:
     if M != problem.M and plan.group_rows:
         plan = signalled_plans.for_rows(plan, problem, M)
     if registry.why_not(problem, plan):
-        return _default(problem, plan.strategy)
+        return registry.default_plan(problem, plan.strategy, None)
     return plan
 
 
-def ruled(problem: Problem, names: Iterable[str]) -> Plan:
+def ruled(problem: Problem, names: Iterable[str], missing: Missing | None = None) -> Plan:
     """The plan without a measurement, of the strategies `names` in order of preference.
 
     `sequential` below M = 1024 was 7.1 % slower than the fastest plan on average, `hopper` from
@@ -123,7 +123,7 @@ def ruled(problem: Problem, names: Iterable[str]) -> Plan:
     many = on_cpu or (problem.M_shard if problem.blockwise else problem.M) >= 1 << LOG2_MANY
     for name in names if few or many else ():
         if few if name == "low_latency" else many:
-            return _default(problem, name)
+            return registry.default_plan(problem, name, missing)
     return sequential.default_plan(problem)
 
 
@@ -139,7 +139,3 @@ def racers(problem: Problem, names: Sequence[str], missing: Missing | None = Non
     able = (registry.candidates(problem, name, missing)[:FIRST_PLANS] for name in raced)
     found = [plan for plans in able for plan in plans]
     return [sequential.default_plan(problem), *found]
-
-
-def _default(problem: Problem, name: str) -> Plan:
-    return registry.strategy(problem, name).default_plan(problem)
