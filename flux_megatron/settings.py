@@ -14,7 +14,7 @@ there, for the numbers of tokens that come | auto |
 | FLUX_MEGATRON_NVTX | 1: NVTX ranges around every phase of a call | 0 |
 | FLUX_MEGATRON_NATIVE | 1: C makes the driver calls; 0: Python does; below | 1 |
 | FLUX_MEGATRON_ALLOW | what `--flux-allow` names, with spaces or commas between | |
-| FLUX_MEGATRON_EXPERTS | 1: `enable()` takes Megatron's experts too | 0 |
+| FLUX_MEGATRON_EXPERTS | 1: Megatron's experts are ours too | 0 |
 | FLUX_MEGATRON_EXPERTS_ONCE | 1: a token travels once to a rank of its experts | 0 |
 | FLUX_MEGATRON_EXPERT_TOKENS | the most tokens of a rank before its experts; not given: as many \
 as it has, on all ranks | |

@@ -24,6 +24,7 @@ from torch.nn import Module
 from flux_megatron import errors, settings
 from flux_megatron.integration import requirements
 from flux_megatron.integration.adapters import ASKED_BY, BLIND
+from flux_megatron.integration.expert_layers import OURS
 from flux_megatron.integration.layers import (
     FluxColumnParallelLinear,
     FluxRowParallelLinear,
@@ -86,8 +87,10 @@ def refuse(layers: Layers) -> None:
 
 def linear_layers(models: Iterable[Module]) -> Iterator[tuple[str, Module]]:
     for model in models:
+        experts = [one for one in model.modules() if isinstance(one, (*OURS.values(),))]
+        unused = {one for ours in experts for one in ours.modules() if not isinstance(one, _OURS)}
         for name, module in model.named_modules():
-            if _is_tensor_parallel_linear(module):
+            if module not in unused and _is_tensor_parallel_linear(module):
                 yield _WRAPPERS.sub("", name), module
 
 

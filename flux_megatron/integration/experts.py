@@ -48,11 +48,23 @@ def use(undo: contextlib.ExitStack) -> None:
 def _become(undo: contextlib.ExitStack, stock: type, ours: type) -> None:
     @around(stock, "__init__", undo)
     def becoming(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-        if type(self) is stock:
-            self.__class__ = ours
-            ours.__init__(self, *args, **kwargs)  # type: ignore[misc]
-        else:
+        if type(self) is not stock:
             original(self, *args, **kwargs)
+            return
+        self.__class__ = ours
+        ours.__init__(self, *args, **kwargs)  # type: ignore[misc]
+        if reason := _apart(vars(self)["config"]):
+            raise ValueError(f"our experts cannot run this model: {reason}")
+
+
+def _apart(config: Any) -> str | None:
+    """Why the dispatcher or the experts of a model stay Megatron's, where the other is ours."""
+    if (given := config.moe_token_dispatcher_type) not in DISPATCHERS:
+        expected = " or ".join(DISPATCHERS)
+        return f"moe_token_dispatcher_type {given} given, {expected} expected"
+    if getattr(config, "transformer_impl", None) == "inference_optimized":
+        return "transformer_impl inference_optimized given, which has experts of its own"
+    return None
 
 
 def or_stock(ours: Callable[..., Any]) -> Callable[..., Any]:

@@ -44,6 +44,8 @@ def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None
     changes nothing more. `known`: the arguments of Megatron's own parser, by default of one that is
     made anew. `ValueError` for arguments that it refuses.
     """
+    if getattr(args, "flux_overlap", False) and args.flux_experts is None:
+        args.flux_experts = settings.get().experts or None
     options = options_from(args)
     if options is None:
         return

@@ -25,7 +25,14 @@ from ranks import on_cpu_ranks
 import flux_megatron
 from flux_megatron import settings
 from flux_megatron.expert_parallel import kept_rows
-from flux_megatron.integration import arm, expert_layers, experts, install, requirements
+from flux_megatron.integration import (
+    arm,
+    coverage,
+    expert_layers,
+    experts,
+    install,
+    requirements,
+)
 from flux_megatron.integration.flags import options_from
 from flux_megatron.lab.train.specs import gpt_block_spec
 from flux_megatron.versions.megatron_core import MEGATRON_CORE
@@ -226,9 +233,14 @@ def test_losses_where_as_many_rows_could_come_as_there_are_experts(rank, once):
 
 
 def kinds() -> tuple[type, type]:
-    """Of the dispatcher and the experts of a new model."""
-    layer = build(4, **CASES["two a token"], expert_model_parallel_size=1).decoder.layers[0]
-    return type(layer.mlp.token_dispatcher), type(layer.mlp.experts)
+    """Of the dispatcher and the experts of a new model. Linear layers that ours do not call are
+    none of those that should overlap.
+    """
+    model = build(4, **CASES["two a token"], expert_model_parallel_size=1)
+    moe = model.decoder.layers[0].mlp
+    others = [name for name, _ in coverage.layers_of([model]).others if "experts" in name]
+    assert not others or type(moe.experts) is stock_experts.SequentialMLP
+    return type(moe.token_dispatcher), type(moe.experts)
 
 
 @pytest.mark.parametrize("way", ["flag", "call", "variable"])
@@ -288,6 +300,12 @@ def test_divided_experts_and_other_dispatchers_are_refused_before_the_start():
     args.tensor_model_parallel_size = 2  # which experts follow unless they have their own
     with pytest.raises(ValueError, match="over 2 tensor-parallel ranks, 1 expected"):
         install.install_from(args)
+    args.flux_experts = None  # the variable asks for them
+    with mock.patch.dict(os.environ, FLUX_MEGATRON_EXPERTS="1"):
+        settings.reload()
+        with pytest.raises(ValueError, match="over 2 tensor-parallel ranks, 1 expected"):
+            install.install_from(args)
+    settings.reload()
     args.expert_tensor_parallel_size = 1
     assert not requirements.refusals(args, {})
     args.moe_token_dispatcher_type = "allgather"
@@ -307,6 +325,12 @@ def test_a_model_that_no_argument_tells_of_is_refused_when_it_is_built(rank):
     for more in ({"moe_expert_capacity_factor": 1.0}, {"moe_apply_probs_on_input": True}):
         with ours(), pytest.raises(ValueError, match="our experts cannot run this model"):
             build(4, **CASES["two a token"], **more)
+    build(4, **CASES["two a token"])
+    flex = mock.patch.object(experts, "DISPATCHERS", {"allgather": "MoEAllGatherTokenDispatcher"})
+    with ours(), flex, pytest.raises(ValueError, match="type alltoall given, allgather expected"):
+        build(4, **CASES["two a token"])
+    impl = {"moe_token_dispatcher_type": "alltoall", "transformer_impl": "inference_optimized"}
+    assert "has experts of its own" in experts._apart(argparse.Namespace(**impl))
 
 
 @pytest.mark.parametrize("once", ["0", "1"])
