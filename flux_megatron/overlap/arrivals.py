@@ -44,8 +44,7 @@ def bring(channel: ChannelSlots, parts: Sequence[Part]) -> None:
 
 def end(p: CallProgram) -> None:
     """Behind all that waits with a bound: a capture ends with the stream in it."""
-    if p.space.mailboxes:
-        p.host(_end)
+    p.host(_end)
 
 
 def _end(in_flight: Any) -> None:

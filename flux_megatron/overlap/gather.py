@@ -108,7 +108,8 @@ class Gather:
         `wait_for`, or in a kernel (docs/memory_model.md, 2).
         """
         assert by_kernel or self.awaited >= self.program.world_size, "not all rows are awaited"
-        arrivals.end(self.program)
+        if self.program.space.mailboxes:
+            arrivals.end(self.program)
         if not self.joined:
             self._join()
         self.program.held += (self.x,) if self.scales is None else (self.x, self.scales)

@@ -170,7 +170,8 @@ def _gemm_rs(p: CallProgram, gathering: Gathering | None = None, last: bool = Tr
         p.caller_step()
     if not by_sm:
         p.move("join")
-        arrivals.end(p)
+        if p.space.mailboxes:
+            arrivals.end(p)
     return y
 
 

@@ -107,7 +107,8 @@ class ReduceScatter:
         if self.staging is not None:
             p.move("join")
             p.held += (self.staging,)
-        arrivals.end(p)
+        if boxes:
+            arrivals.end(p)
         return y
 
     def _arriving(self) -> list[arrivals.Part]:
