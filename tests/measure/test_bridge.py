@@ -6,6 +6,7 @@ import json
 
 import pytest
 import typer
+from started import executable
 
 from flux_megatron.lab.measure import bridge
 
@@ -36,9 +37,8 @@ def test_an_arm_is_good_if_it_is_as_stock_and_overlaps(case, tmp_path, monkeypat
 
 @pytest.mark.parametrize("does", ["exit 0", "exit 3", "sleep 60"])
 def test_an_arm_that_leaves_nothing_has_failed(does, tmp_path, monkeypatch):
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\nexec {does}" if "sleep" in does else f"#!/bin/sh\n{does}")
-    python.chmod(0o755)
+    begins = "exec " * ("sleep" in does)
+    python = executable(tmp_path / "python", f"#!/bin/sh\n{begins}{does}")
     monkeypatch.setattr(bridge.sys, "executable", str(python))
     (tmp_path / "seen.json").write_text(json.dumps(STOCK))  # of the arm before
     about = {"device": "cpu", "ranks": 2}
