@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from started import executable, ran
 
-pytest.importorskip("typer")
 pytest.importorskip("pydantic")
 
 import typer
