@@ -7,8 +7,9 @@ from pathlib import Path
 
 import published_runs
 import pytest
+from published_runs import RUNS, workload
 
-from flux_megatron.lab.perf import accuracy, hardware, step
+from flux_megatron.lab.perf import accuracy, flops, hardware, step
 from flux_megatron.lab.simulate.predictions import predict
 from flux_megatron.launch.experiment import load, names
 
@@ -123,6 +124,18 @@ def test_errors_on_a100_are_those_of_published_runs():
 def test_every_prediction_says_its_error_or_that_none_is_known(name, fp8, words):
     workload = load(name, {"training.fp8": fp8}).arms["megatron"]
     assert words in accuracy.sentence(workload)
+
+
+@pytest.mark.parametrize(
+    ("run", "published"), [*zip(RUNS, (0.415, 0.514, 0.560, 0.563), strict=True)]
+)
+def test_seconds_and_mfu_of_megatrons_readme_are_of_the_same_runs(run, published):
+    """It counts attention's scores whole, and the padded vocabulary."""
+    one = workload(run, full=False)
+    counted = flops.mfu(one, run.selective_s)
+    scores = 6 * run.layers * 2048**2 * run.hidden * run.batch
+    whole = counted * (1 + scores / flops.model_flops(one))
+    assert whole == pytest.approx(published, abs=0.005)
 
 
 @pytest.mark.parametrize("pp", [4, 12])
