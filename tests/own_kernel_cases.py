@@ -12,18 +12,15 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 EPS = 0.75
 
 
-def exact_shard(
-    call: int, rank: int, M_shard: int, N: int, dtype: torch.dtype, device: str = "cpu"
-) -> Tensor:
+def exact_shard(call: int, rank: int, M_shard: int, N: int, dtype: torch.dtype) -> Tensor:
     """Rows of two kinds: a quarter of 1 and the rest 0, or a quarter of 1 and the rest 2, with any
     signs. The mean of their squares, plus EPS, is 1 or 4.
     """
     assert N % 4 == 0, "a quarter of the elements"
-    made = torch.Generator(device).manual_seed(1000 * call + rank)
-    options = {"generator": made, "device": device}
-    ones = torch.rand(M_shard, N, **options).argsort(1) < N // 4
-    rest = 2.0 * torch.randint(2, (M_shard, 1), **options)
-    signs = 2.0 * torch.randint(2, (M_shard, N), **options) - 1
+    made = torch.Generator().manual_seed(1000 * call + rank)
+    ones = torch.rand(M_shard, N, generator=made).argsort(1) < N // 4
+    rest = 2.0 * torch.randint(2, (M_shard, 1), generator=made)
+    signs = 2.0 * torch.randint(2, (M_shard, N), generator=made) - 1
     return (torch.where(ones, 1.0, rest) * signs).to(dtype)
 
 

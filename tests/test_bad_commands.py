@@ -19,7 +19,6 @@ from unittest import mock
 import pytest
 from started import python
 
-pytest.importorskip("typer")
 pytest.importorskip("pydantic")
 
 from typer.testing import CliRunner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -73,10 +74,10 @@ def test_a_wrong_embedding_has_no_times(rank, tmp_path):
     assert "elements of y are wrong" in said
 
 
-def _of_experts(rank: int, rows: list) -> list[dict]:
-    run = run_here()
+def rows_by(rank: int, measure: Callable[..., object], sizes: object) -> list[dict]:
+    run, rows = run_here(), []
     run.row = lambda table, **values: rows.append({"table": table, **values})
-    expert_all_to_all.measure(run, replace(SMALL[0], tokens=8), 2)
+    measure(run, sizes, 2)
     return rows
 
 
@@ -88,7 +89,7 @@ def test_rows_of_all_candidates():
         "a2a_gemm": forward, "gemm_a2a": forward,
         "a2a_gemm backward": backward, "gemm_a2a backward": backward,
     }  # fmt: skip
-    for rows in run_ranks(_of_experts, 2, []):
+    for rows in run_ranks(rows_by, 2, expert_all_to_all.measure, replace(SMALL[0], tokens=8)):
         assert [row["operation"] for row in rows] == [*names]
         for row in rows:
             assert (row["table"], row["skew"]) == ("expert_parallel", 0.33)
@@ -97,16 +98,9 @@ def test_rows_of_all_candidates():
             assert not row["failures"]
 
 
-def _of_layers(rank: int, rows: list) -> list[dict]:
-    run = run_here()
-    run.row = lambda table, **values: rows.append({"table": table, **values})
-    expert_layers.measure(run, expert_layers.SMALL[0], 2)
-    return rows
-
-
 def test_rows_of_whole_layers_of_experts():
     names = ["once", "by expert", "nccl", "nccl + sync", "by expert, sorted"]
-    for rows in run_ranks(_of_layers, 2, []):
+    for rows in run_ranks(rows_by, 2, expert_layers.measure, expert_layers.SMALL[0]):
         assert [row["direction"] for row in rows] == ["forward", "backward"]
         assert [*rows[0]["times_us"]] == names
         assert [*rows[1]["times_us"]] == [name for name in names if name != "nccl + sync"]

@@ -36,8 +36,8 @@ CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="needs interpreted kernels")
 
 
-def tiny(pattern, op, M=32):
-    found = suites.cases("llama2-70b", pattern, (M,), 2, scale=512)
+def tiny(pattern, op):
+    found = suites.cases("llama2-70b", pattern, (32,), 2, scale=512)
     (case,) = (c for c in found if c.op == op)
     return case
 

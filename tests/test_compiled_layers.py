@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import assert_exact
-from ranks import DEVICE, FUSED, on_device, on_device_ranks
+from ranks import DEVICE, FUSED, on_device_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -203,23 +203,22 @@ def test_operations_without_gradients_compile(rank):
     assert flux_megatron.report().calls == {**fused, ("gemm_rs", "pipelined"): 4}
 
 
-def by_inductor(rank: int) -> None:
-    given = operands()
-    expected = passes(mlp, given)
-    for one, right in zip(passes(compiled(mlp, "inductor"), given), expected, strict=True):
-        torch.testing.assert_close(one, right)  # inductor fuses the norm with its own rounding
+INDUCTOR = {  # without workers, and programs that ask what the CPU can do
+    "TORCHINDUCTOR_CACHE_DIR": "{tmp_path}", "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TORCHINDUCTOR_VEC_ISA_OK": "0",
+}  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(
     DEVICE == "cpu" and not shutil.which("g++"), reason="inductor needs a C++ compiler"
 )
-def test_inductor_compiles_a_block(tmp_path):
-    environment = {  # without workers, and programs that ask what the CPU can do
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCHINDUCTOR_VEC_ISA_OK": "0",
-    }  # fmt: skip
-    on_device(by_inductor, 1, environment=environment, limit_s=250)
+@on_device_ranks(1, environment=INDUCTOR, limit_s=250)
+def test_inductor_compiles_a_block(rank):
+    given = operands()
+    expected = passes(mlp, given)
+    for one, right in zip(passes(compiled(mlp, "inductor"), given), expected, strict=True):
+        torch.testing.assert_close(one, right)  # inductor fuses the norm with its own rounding
 
 
 @on_device_ranks(1)

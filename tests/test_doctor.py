@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from started import executable
 from without_torch import without_torch
 
 from flux_megatron import doctor, lab_commands, settings
@@ -288,9 +289,8 @@ def test_the_data_set_helper_of_another_python_is_seen(tmp_path, monkeypatch):
     datasets = checkout / "megatron" / "core" / "datasets"
     datasets.mkdir(parents=True)
     names = ("make", "g++", "python3", "python3-config")
-    written(programs, dict.fromkeys(names, "#!/bin/sh\necho .cpython-27-other.so\n"))
     for name in names:
-        (programs / name).chmod(0o755)
+        executable(programs / name, "#!/bin/sh\necho .cpython-27-other.so\n")
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     helper = found("data set helper", Wanted(checkout=checkout))
     assert helper.status == "missing"

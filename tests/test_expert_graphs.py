@@ -14,7 +14,7 @@ import test_experts_once as by_rank
 import torch
 import torch.distributed as dist
 from closeness import assert_exact
-from ranks import DEVICE, be_late, on_device
+from ranks import DEVICE, be_late, on_device_ranks
 from test_expert_weights import laid
 from torch import Tensor
 
@@ -146,7 +146,9 @@ def captured(call: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
     return replay
 
 
-def replays(rank: int, kind: type[Layer]) -> None:
+@pytest.mark.parametrize("kind", [ByExpert, Once])
+@on_device_ranks(2)
+def test_replays_between_eager_calls(rank, kind):
     layer = kind(rank)
     layer.load(0)
     replay = captured(layer.call)
@@ -160,8 +162,3 @@ def replays(rank: int, kind: type[Layer]) -> None:
         flux_megatron.check()
         for (word, one), wanted in zip(found.items(), right, strict=True):
             assert_exact(one, wanted.to(one.dtype), f"{kind.__name__} {word}, seed {seed}")
-
-
-@pytest.mark.parametrize("kind", [ByExpert, Once])
-def test_replays_between_eager_calls(kind):
-    on_device(replays, 2, kind)

@@ -27,9 +27,9 @@ PLAIN = Plan("sequential")
 PROBLEM = ExpertProblem("a2a_gemm", 30, 3, 8, 16, "float32", 2, device="cpu")
 
 
-def entry_of(problem: ExpertProblem, plan: Plan, device: torch.device = CPU) -> ExpertEntry:
+def entry_of(problem: ExpertProblem, plan: Plan) -> ExpertEntry:
     measured = (Measured(plan, 1.0),)
-    return ExpertEntry(problem, environment.of(device), plan, measured, (), 0, 0.0, 12, "today")
+    return ExpertEntry(problem, environment.of(CPU), plan, measured, (), 0, 0.0, 12, "today")
 
 
 def keep(entry: ExpertEntry) -> Path:

@@ -164,7 +164,11 @@ def test_memory_is_given_back_before_backward(rank):
     assert_exact(x.grad, (given["dy"][rank] * times).to(x.dtype))
 
 
-def refused(rank: int, topk: int, capacity: int, message: str) -> None:
+@pytest.mark.parametrize(("topk", "capacity", "message"), [
+    (2, 500, "chosen 3 experts, at most 2"), (3, 20, "receives .* at most 20"),
+])  # fmt: skip
+@on_device_ranks(2)
+def test_what_does_not_fit_is_refused(rank, topk, capacity, message):
     chosen = random_choices(rank, 20, 2).to(DEVICE)
     weights = torch.ones(chosen.shape, device=DEVICE)
 
@@ -174,10 +178,3 @@ def refused(rank: int, topk: int, capacity: int, message: str) -> None:
 
     with pytest.raises(errors.CapacityExceeded, match=message):
         route()
-
-
-@pytest.mark.parametrize(("topk", "capacity", "message"), [
-    (2, 500, "chosen 3 experts, at most 2"), (3, 20, "receives .* at most 20"),
-])  # fmt: skip
-def test_what_does_not_fit_is_refused(topk, capacity, message):
-    on_device(refused, 2, topk, capacity, message)

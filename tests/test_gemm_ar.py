@@ -121,17 +121,6 @@ def test_the_sums_are_on_their_way_between_start_and_finish(rank):
     assert_exact(reduction.finish(), expected)
 
 
-def test_an_all_reduce_is_predicted_to_take_two_trips():
-    def us(pattern: Pattern, strategy: str) -> float:
-        problem = Problem(pattern, 8192, 8192, 28672, "bfloat16", 4)
-        return operator_us(problem, strategy, H200)
-
-    for strategy in ("megatron", "pipelined", "fused", "hopper"):
-        assert us(Pattern.GEMM_AR, strategy) > us(Pattern.GEMM_RS, strategy)
-    for strategy in ("pipelined", "hopper"):
-        assert us(Pattern.GEMM_AR, strategy) < us(Pattern.GEMM_AR, "megatron")
-
-
 def test_in_a_backward_wgrad_hides_the_second_trip():
     """Of Megatron's both, beside what its kernels take from wgrad."""
     forward = Problem(Pattern.GEMM_AR, 8192, 8192, 28672, "bfloat16", 4)

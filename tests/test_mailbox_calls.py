@@ -14,7 +14,7 @@ import torch.distributed as dist
 from cases import ON_HOPPER, Case, check, check_all, hopper_cases
 from layer_cases import check as check_layer
 from layer_cases import layer
-from ranks import OWN_GPUS, be_late, on_device, on_device_ranks
+from ranks import OWN_GPUS, be_late, on_device_ranks
 from test_graphs import HOPPER, PLANS, replays
 
 import flux_megatron
@@ -27,7 +27,9 @@ from flux_megatron.symm.workspaces import workspace
 pytestmark = [
     OWN_GPUS, pytest.mark.skipif(not torch.cuda.is_available(), reason="mailboxes are of GPUs"),
 ]  # fmt: skip
-
+NEEDS_HOPPER = pytest.mark.skipif(
+    not ON_HOPPER, reason="`hopper` needs GPUs of compute capability 9"
+)
 PATTERNS = ("ag_gemm", "gemm_rs", "gemm_ar")
 BY_LIBRARY = [Plan("pipelined", comm_rows=24), Plan("pipelined", gemms=1)]
 
@@ -54,7 +56,7 @@ def test_library_gemms_are_exact(rank, pattern):
     ])  # fmt: skip
 
 
-@pytest.mark.skipif(not ON_HOPPER, reason="`hopper` needs GPUs of compute capability 9")
+@NEEDS_HOPPER
 @pytest.mark.parametrize("pattern", PATTERNS)
 @on_device_ranks(2)
 def test_hopper_is_exact(rank, pattern):
@@ -63,16 +65,12 @@ def test_hopper_is_exact(rank, pattern):
     made_by("hopper", [replace(one, lacking=0) for one in able])
 
 
-@pytest.mark.parametrize(
-    "plan", [PLANS["pipelined"], HOPPER["hopper"]], ids=["pipelined", "hopper"]
-)
-def test_replays_between_eager_calls(plan):
-    if plan.strategy == "hopper" and not ON_HOPPER:
-        pytest.skip("`hopper` needs GPUs of compute capability 9")
-    on_device(replays_by_mailbox, 2, plan)
-
-
-def replays_by_mailbox(rank: int, plan: Plan) -> None:
+@pytest.mark.parametrize("plan", [
+    pytest.param(PLANS["pipelined"], id="pipelined"),
+    pytest.param(HOPPER["hopper"], id="hopper", marks=NEEDS_HOPPER),
+])  # fmt: skip
+@on_device_ranks(2)
+def test_replays_between_eager_calls(rank, plan):
     reach_nobody()
     replays(rank, plan)
 
@@ -95,16 +93,13 @@ def test_many_calls_of_late_ranks(rank):
         check(replace(cases[number % 2], seed=number))
 
 
+IN_ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "{connections}", "FLUX_MEGATRON_TIMEOUT_S": "2"}
+
+
 @pytest.mark.parametrize("connections", ["8", "1"])
-def test_a_wait_for_a_rank_that_does_not_come_ends(connections):
+@on_device_ranks(2, environment=IN_ONE_QUEUE, fresh=True)
+def test_a_wait_for_a_rank_that_does_not_come_ends(rank):
     """Also where kernels stand behind the stream's waits."""
-    environment = {
-        "FLUX_MEGATRON_TIMEOUT_S": "2", "CUDA_DEVICE_MAX_CONNECTIONS": connections,
-    }  # fmt: skip
-    on_device(one_does_not_come, 2, environment=environment, fresh=True)
-
-
-def one_does_not_come(rank: int) -> None:
     reach_nobody()
     x, w = torch.ones(64, 32, device="cuda"), torch.ones(16, 32, device="cuda")
     call = partial(ops.all_gather_gemm, x, w, dist.group.WORLD, plan=BY_LIBRARY[0])

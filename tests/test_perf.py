@@ -8,7 +8,6 @@ from flux_megatron.lab.perf.collectives import all_reduce_us, collective_us
 from flux_megatron.lab.perf.gemm import gemm_us
 from flux_megatron.lab.perf.hardware import A100, GPUS, H100, H200
 from flux_megatron.lab.perf.linear import operator_us
-from flux_megatron.lab.perf.operator_cost import gemms_us, moved_bytes
 from flux_megatron.problem import Pattern, Problem
 
 STRATEGIES = ("megatron", "pipelined", "fused", "hopper")
@@ -49,20 +48,6 @@ def test_a_larger_problem_never_takes_less_and_hiding_gains_no_more_than_there_i
     assert operator_us(twice, strategy, H200) >= operator_us(now, strategy, H200)
     assert operator_us(now, strategy, H200) >= gemm_us(H200, M, N, K, "bfloat16") - H200.launch_us
     assert operator_us(now, strategy, A100) > operator_us(now, strategy, H100) * 0.99
-
-
-def test_small_problems_are_not_cut_into_library_gemms():
-    """Each of four GEMMs would read the whole weight."""
-    small, large = (problem("ag_gemm", M, 12288, 12288) for M in (64, 8192))
-    assert operator_us(small, "megatron", H200) < operator_us(small, "pipelined", H200)
-    pipelined_us = operator_us(large, "pipelined", H200)
-    assert pipelined_us == pytest.approx(3080, rel=0.04)  # measured on 4 x H200
-    assert operator_us(large, "megatron", H200) > pipelined_us
-    # what is exposed is the collective where nothing overlaps
-    collective = collective_us(H200, moved_bytes(large), 4)
-    gemms = sum(gemms_us(large, H200))
-    assert operator_us(large, "megatron", H200) - gemms == pytest.approx(collective)
-    assert 0.0 <= operator_us(large, "hopper", H200) - gemms < 0.2 * collective
 
 
 def test_all_reduces_of_few_rows():

@@ -4,20 +4,17 @@ compares less than it says; files that sources name are there, and so is what do
 
 import argparse
 import ast
-import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-from started import ran
+from started import executable, ran
 
-pytest.importorskip("typer")
 pytest.importorskip("pydantic")
 
 import typer
@@ -85,10 +82,8 @@ def test_every_command_knows_its_options(run, tmp_path, monkeypatch):
 
 
 def test_an_unknown_run_is_refused(tmp_path):
-    environment = {**os.environ, "GPUS": "4"}
-    ended = subprocess.run([SCRIPT, "all", tmp_path], env=environment, stderr=subprocess.PIPE)
-    assert ended.returncode == 2
-    assert b"RUN all given; shared, iterations, launches," in ended.stderr
+    said = ran(SCRIPT, "all", tmp_path, code=2, GPUS="4").stderr
+    assert "RUN all given; shared, iterations, launches," in said
 
 
 CALLS = "flux_megatron: 4 of 4 calls overlapped"
@@ -116,9 +111,7 @@ done
     ],
 )
 def test_it_passes_only_with_all_losses_and_calls(ours, options, code, word, tmp_path):
-    python = tmp_path / "python"
-    python.write_text(PRETENDED)
-    python.chmod(0o755)
+    python = executable(tmp_path / "python", PRETENDED)
     (tmp_path / "lm").mkdir()
     given = {"PYTHON": str(python), "FLUX_MEGATRON_LM": str(tmp_path / "lm"), "MODELS": "gpt",
              "RANKS": "2", "STOCK": "4.0 3.0 2.0", "OURS": ours, "SAID": CALLS}  # fmt: skip
@@ -136,10 +129,7 @@ def test_the_demonstration_decodes_with_what_it_has_trained(words, out, tmp_path
     there["scripts/environment.sh"] = "#!/bin/sh\n"
     there[".venv/bin/flux-megatron"] = '#!/bin/sh\nfor word; do echo "$word"; done\n'
     for name, text in there.items():
-        file = tmp_path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-        file.chmod(0o755)
+        executable(tmp_path / name, text)
     said = ran("bash", tmp_path / "scripts/demo.sh", *words).stdout
     assert re.search(rf"^generate\n--checkpoint\n{out}/flux\n", said, re.M), said
 

@@ -7,7 +7,6 @@ import math
 
 import pytest
 
-pytest.importorskip("pydantic", reason="needs the extra `train`")
 pytest.importorskip("matplotlib", reason="needs the extra `bench`")
 
 from flux_megatron.errors import BadInput

@@ -8,15 +8,15 @@ import os
 import re
 import resource
 import signal
-import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_tensors import tensors
 from forked_command import ROOT, Command, flux_megatron, wait_for
+from started import python
 from train_words import words
 
 from flux_megatron.integration import layers
@@ -91,12 +91,7 @@ def one_percent_more(rank: int) -> None:
     layers.FluxRowParallelLinear.forward = wrong
 
 
-def as_a_user(*line: str) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, "-m", *line],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+as_a_user = partial(python, "-m", folder=ROOT, limit_s=200, TRITON_INTERPRET=None)
 
 
 def test_compare_agrees_and_can_disagree(tmp_path):
@@ -104,9 +99,7 @@ def test_compare_agrees_and_can_disagree(tmp_path):
     same, other = tmp_path / "same", tmp_path / "other"
     given = words(same, tmp_path / "text", "--steps", 2, "--compare")
     line = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "flux_megatron"]
-    done = as_a_user(*line, *given)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "verdict: same" in done.stdout
+    assert "verdict: same" in as_a_user(*line, *given).stdout
     result = json.loads((same / "compare.json").read_text())
     assert result["overlapped"] == result["eligible"] > 0
     assert (same / "compare.png").stat().st_size > 1000
@@ -120,9 +113,8 @@ def test_a_user_starts_it_and_a_spoiled_run_ends_in_one_line(tmp_path):
         tmp_path / "run", tmp_path / "text", "--steps", 8, train__lr=1e30, train__warmup_steps=0,
         train__clip=0, train__save_every=1,
     )  # fmt: skip
-    done = as_a_user("flux_megatron", *given)
-    (line,) = done.stderr.splitlines()
-    assert (done.returncode, "NaN in local grad norm" in line) == (1, True), done.stderr
+    (line,) = as_a_user("flux_megatron", *given, code=1).stderr.splitlines()
+    assert "NaN in local grad norm" in line
     assert f"(more in {tmp_path / 'run' / 'logs'})" in line
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_1\n"
 

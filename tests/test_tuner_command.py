@@ -11,7 +11,6 @@ from flux_megatron.problem import Pattern, Plan, Tile
 from flux_megatron.tuning import plan_cache
 from flux_megatron.tuning.plan_entry import Entry
 
-pytest.importorskip("rich")
 pytest.importorskip("pydantic")
 
 from typer.testing import CliRunner

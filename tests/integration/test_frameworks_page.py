@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -19,6 +17,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from ranks import on_cpu_ranks
+from started import python
 
 import flux_megatron
 from flux_megatron.lab.measure import rl_slime
@@ -117,13 +116,10 @@ def test_a_model_that_python_builds_runs_without_a_gpu(tmp_path):
     """By the block of the page."""
     script = tmp_path / "train.py"
     script.write_text(snippet("## How do I try it without a GPU?", "python") + BUILT_IN_PYTHON)
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         str(script)], env=environment, capture_output=True, text=True, timeout=240,
+    python(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, limit_s=240,
+        CUDA_VISIBLE_DEVICES="", TORCHDYNAMO_DISABLE="1", TRITON_INTERPRET=None,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
 
 
 def test_workers_are_given_the_variable():

@@ -17,11 +17,11 @@ from flux_megatron import errors, settings
 KINDS = ["column", "row"]
 
 
-def layer_of(kind: str, sp: bool = True, dtype=torch.float32, prepare=None, config=None, **options):
+def layer_of(kind: str, sp: bool = True, prepare=None, config=None, **options):
     case = Case(kind, options, config or {}, prepare or (lambda layer: None))
     tp = dist.get_world_size()
-    layer = sbs.build(case, True, sbs.settings(tp, sp, dtype, **case.config))
-    x, dy = (t.to(dtype) for t in sbs.operands(case, sp))
+    layer = sbs.build(case, True, sbs.settings(tp, sp, torch.float32, **case.config))
+    x, dy = (t.float() for t in sbs.operands(case, sp))
     return layer, x.requires_grad_(), dy
 
 

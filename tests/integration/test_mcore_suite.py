@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import mcore_suite
 import pytest
+from started import python
 
 CHECKOUT = os.environ.get("FLUX_MEGATRON_LM")
 
@@ -21,8 +19,8 @@ def test_what_passes_with_stock_passes_with_ours(tmp_path):
     """Some quick ones; mcore_suite.py as a command runs all."""
     files = ["tensor_parallel/test_initialization.py", "transformer/test_transformer_layer.py"]
     out = tmp_path / "rows.jsonl"
-    command = [sys.executable, str(Path(mcore_suite.__file__)), "--megatron", str(CHECKOUT)]
-    subprocess.run([*command, "--out", str(out), "--files", *files], check=True, timeout=800)
+    words = ("--megatron", CHECKOUT, "--out", out, "--files", *files)
+    python(mcore_suite.__file__, *words, limit_s=800)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == len(files)
     for row in rows:

@@ -40,12 +40,12 @@ def _fresh_report():
     flux_megatron.reset_report()
 
 
-def noisy_pairs(seed: int, pairs: int, gain: float = 1.0, block: int = 4, noise: float = 0.02):
-    """Blocks of iterations of 1 s, of which the fused ones are faster by `gain`."""
+def noisy_pairs(seed: int, pairs: int, gain: float = 1.0):
+    """Blocks of four iterations of 1 s, of which the fused ones are faster by `gain`."""
     draw = random.Random(seed)
 
     def iterations(mean: float) -> list[float]:
-        return [mean * draw.gauss(1, noise) for _ in range(block)]
+        return [mean * draw.gauss(1, 0.02) for _ in range(4)]
 
     return [(iterations(1.0), iterations(1 / gain)) for _ in range(pairs)]
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from started import ran
+from started import executable, ran
 
 pytest.importorskip("jinja2", reason="needs the extra `launch`")
 
@@ -342,14 +342,12 @@ def test_a_container_sees_what_the_ranks_need_and_arms_may_have_their_own(tmp_pa
 
 def test_submit_tells_the_job(tmp_path, monkeypatch):
     program = tmp_path / "bin" / "sbatch"
-    program.parent.mkdir()
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     monkeypatch.setattr(shutil, "which", lambda name: program if program.exists() else None)
     folder = tmp_path / "a run"
     assert "no sbatch on PATH" in launch("cpu/tiny", "--run-dir", folder, "--submit", code=2)
     assert not folder.exists()
-    program.write_text('#!/bin/sh\n[ -f "$2" ] && echo "17;cluster $1" | cut -d" " -f1\n')
-    program.chmod(0o755)
+    executable(program, '#!/bin/sh\n[ -f "$2" ] && echo "17;cluster $1" | cut -d" " -f1\n')
     assert launch("cpu/tiny", "--run-dir", folder, "--submit") == "17\n"
     program.write_text("#!/bin/sh\necho invalid partition >&2; exit 1\n")
     refused = launch("cpu/tiny", "--run-dir", tmp_path / "other", "--submit", code=2)
@@ -362,8 +360,7 @@ def local(tmp_path):
 
     def options(python: str) -> tuple[object, ...]:
         program, site = tmp_path / "python", tmp_path / "site.yaml"
-        program.write_text(f'#!/bin/bash\ncase "$*" in *doctor*) exit 0 ;; esac\n{python}')
-        program.chmod(0o755)
+        executable(program, f'#!/bin/bash\ncase "$*" in *doctor*) exit 0 ;; esac\n{python}')
         site.write_text(f"python: {program}\n")
         return "cpu/tiny", "--local", "--run-dir", tmp_path / "a run", "--site", site
 
@@ -438,13 +435,8 @@ def test_local_run_trains(tmp_path, monkeypatch):
 def test_entry_points_submit_one_after_the_other(tmp_path):
     """A pretended sbatch numbers the jobs, and remembers what each has to wait for."""
     scripts = ROOT / "scripts" / "slurm"
-    program = tmp_path / "bin" / "sbatch"
-    program.parent.mkdir()
-    program.write_text(
-        "#!/bin/sh\n"
-        'echo "$2 $(grep -o "dependency=.*" "$2")" >>"$JOBS"; wc -l <"$JOBS"\n'
-    )  # fmt: skip
-    program.chmod(0o755)
+    pretended = '#!/bin/sh\necho "$2 $(grep -o "dependency=.*" "$2")" >>"$JOBS"; wc -l <"$JOBS"\n'
+    program = executable(tmp_path / "bin" / "sbatch", pretended)
     environment = {
         "PATH": f"{program.parent}:{os.environ['PATH']}", "JOBS": str(tmp_path / "jobs"),
         "PYTHON": sys.executable, "PYTHONPATH": str(ROOT),

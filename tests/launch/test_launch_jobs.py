@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from launched import launch
+from started import executable
 
 from flux_megatron.launch import scripts
 
@@ -38,15 +39,12 @@ class Slurm:
     def __init__(self, folder: Path) -> None:
         self.work, self.run, self.site = folder, folder / "a run", folder / "site.yaml"
         self.arm = self.run / "flux"
-        (folder / "bin").mkdir()
         self.put("python", PYTHON)
         self.site.write_text("python: python\n")
         self.launch("--arm", "flux")
 
     def put(self, name: str, text: str) -> None:
-        file = self.work / "bin" / name
-        file.write_text(f"#!/bin/bash\n{text}")
-        file.chmod(0o755)
+        executable(self.work / "bin" / name, f"#!/bin/bash\n{text}")
 
     def launch(self, *options: object) -> None:
         launch("cpu/tiny", "--run-dir", self.run, "--site", self.site, *options)

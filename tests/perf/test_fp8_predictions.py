@@ -107,17 +107,6 @@ def test_an_experiment_in_fp8_is_predicted_and_launched(recipe):
     assert "--fp8" not in " ".join(render(plain.experiment.arms["flux"]))
 
 
-def test_bytes_that_travel():
-    """What is gathered has one byte, and what is scattered two, as in bf16."""
-    for column in (True, False):
-        fp8, bf16 = (Linear(column, 8192, 8192, 8192, 2, fp8=one) for one in (True, False))
-        for way, gathers in (("forward", column), ("backward", not column)):
-            one, other = (
-                linear.moved_bytes(getattr(layer, way)) for layer in (fp8, bf16)
-            )  # fmt: skip
-            assert one == other // 2 if gathers else one == other
-
-
 def test_a_backward_that_only_communicates():
     """x is gathered in one byte, and dx scattered in two: 3 of bf16's 4."""
     slow = replace(hardware.H200, copy_gbps=1.0, copy_latency_us=0.0)

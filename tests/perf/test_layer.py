@@ -58,15 +58,6 @@ def test_the_linear_pieces_are_what_was_measured(layers_us, model, M, arm, strat
     assert linear_us(one) == pytest.approx(layers_us[model, M, strategy], rel=0.05)
 
 
-@pytest.mark.parametrize("arm", ["megatron", "te", "flux"])
-def test_gemms_of_a_loaded_hopper_gpu_are_slower_than_bursts(arm, monkeypatch):
-    h200, a100 = (workload(arm, "gpt3-175b", gpu, tp=4) for gpu in ("H200", "A100"))
-    loaded = linear_us(h200), linear_us(a100)
-    monkeypatch.setattr(layer, "in_training", of)
-    assert loaded[0] / linear_us(h200) == pytest.approx(1 / 0.9, rel=0.04)
-    assert loaded[1] == linear_us(a100)
-
-
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_arms_differ_in_their_linear_layers_and_userbuffers_alone(cluster, model):
@@ -130,19 +121,6 @@ def test_recompute_adds_attention_or_the_whole_forward():
     times = {piece.name: piece.forward_us for piece in layer.pieces(workload())}
     assert layer.recompute_us(workload(recompute="selective")) == times["attention"]
     assert layer.recompute_us(workload(recompute="full")) == pytest.approx(sum(times.values()))
-
-
-def test_flash_attention_saves_the_passes_over_the_scores():
-    flash, unfused = (
-        next(
-            piece
-            for piece in layer.pieces(workload(flash_attention=on))
-            if piece.name == "attention"
-        )
-        for on in (True, False)
-    )
-    assert flash.forward_us < unfused.forward_us / 2
-    assert flash.backward_us < unfused.backward_us
 
 
 def test_the_head_is_ours_in_our_arm_alone_and_grows_with_the_vocabulary():

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from step_costs import A100
 
-from flux_megatron.lab.perf import hardware, linear, mailboxes, signalled
+from flux_megatron.lab.perf import hardware, linear, mailboxes
 from flux_megatron.lab.perf.collectives import all_reduce_us, collective_us
-from flux_megatron.lab.perf.operator_cost import gemms_us, moved_bytes
+from flux_megatron.lab.perf.operator_cost import moved_bytes
 from flux_megatron.lab.simulate.predictions import predict
 from flux_megatron.launch.errors import ExperimentError
 from flux_megatron.launch.workload import Link, Nics
@@ -102,27 +102,6 @@ def test_backward_by_mailboxes():
     summed = problem_of("gemm_ar:8192x8192x8192")
     assert us(summed, share_of_x=1.0, gemms=(1e4, 2e4)) == 3e4 + mailboxes.EDGE_US
     assert us(summed, share_of_x=1.0, gemms=(0.0, 0.0)) == 2 * (moved + mailboxes.EDGE_US)
-
-
-@pytest.mark.parametrize("case", ["ag_gemm:8192x8192x8192", "gemm_rs:8192x8192x8192"])
-def test_the_longer_of_both_is_the_bound(case):
-    problem = problem_of(case)
-    for gbps, share in ((10000.0, 0.2), (0.5, 0.1)):
-        gpu = joined(gbps)
-        gemm, collective = sum(gemms_us(problem, gpu)), alone_us(problem, gpu)
-        ideal, found = max(gemm, collective), linear.operator_us(problem, "auto", gpu)
-        assert signalled.TURNS * ideal < found < (1 + share) * ideal
-        assert found <= linear.operator_us(problem, "megatron", gpu)
-
-
-def test_backward_of_a_column_layer_gathers_too():
-    """On a slow link, x and dx travel one after the other, and wgrad hides beside them."""
-    gpu = joined(1.0)
-    layer = linear.Linear(column=True, M=8192, N=8192, K=8192, tp=2)
-    one = alone_us(layer.forward, gpu)
-    times = linear.cost(layer, "auto", gpu)
-    assert 1.9 * one < times.backward_us < 2.1 * one
-    assert linear.cost(layer, "megatron", gpu).backward_us > times.backward_us
 
 
 def test_ranks_of_several_nodes_are_joined_by_cards():

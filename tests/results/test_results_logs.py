@@ -149,14 +149,6 @@ def test_no_logs_are_an_empty_series(tmp_path):
 ROWS = Path(__file__).parents[2] / "docs" / "results" / "h200x4" / "train_flux.jsonl"
 
 
-def test_rows_of_a_real_training(tmp_path):
-    write(tmp_path / "metrics.jsonl", ROWS.read_text())
-    series = logs.of_train(tmp_path)
-    assert [i.number for i in series.iterations] == list(range(1, 201))
-    assert series.iterations[0].loss == 5.9171833992004395
-    assert series.torn == 0
-
-
 def test_a_training_killed_in_the_middle_of_a_row(tmp_path):
     write(tmp_path / "metrics.jsonl", ROWS.read_text()[:-30])
     series = logs.of_train(tmp_path)

@@ -53,18 +53,14 @@ def megatron_line(
 
 
 def megatron_process(
-    times: Sequence[float],
-    curve: Sequence[float],
-    first: int = 1,
-    release: tuple[int, int] = (0, 16),
-    clock: int = 0,
+    times: Sequence[float], curve: Sequence[float], first: int = 1, clock: int = 0
 ) -> str:
     """The log of one process that starts at iteration `first`; --log-interval 1."""
     lines = ["> loading checkpoint", "training ..."]
     for i, (seconds, loss) in enumerate(zip(times, curve, strict=True)):
-        if i == 1 and release >= (0, 16):  # the mean of both, printed a second time
+        if i == 1:  # the mean of both, printed a second time
             seconds, loss = (seconds + times[0]) / 2, (loss + curve[0]) / 2
-        lines.append(megatron_line(first + i, seconds, loss, release, clock + i))
+        lines.append(megatron_line(first + i, seconds, loss, clock=clock + i))
     return "\n".join(lines) + "\n"
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from started import executable
+
 # Ranks of a node: the first node's write rows, a log and a checkpoint, as `flux-megatron train`
 # does. A fault is an order for one arm: to crash or to hang at step 3, so many times. On an unfit
 # node the doctor fails.
@@ -62,9 +64,6 @@ esac
 def put(folder: Path) -> Path:
     """Write the programs into a folder of their own."""
     where = folder / "bin"
-    where.mkdir()
     for name, text in {"python": PYTHON, "nvidia-smi": NVIDIA_SMI}.items():
-        file = where / name
-        file.write_text(f"#!/usr/bin/env bash\nset -u\n{text}")
-        file.chmod(0o755)
+        executable(where / name, f"#!/usr/bin/env bash\nset -u\n{text}")
     return where
