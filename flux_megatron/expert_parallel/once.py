@@ -9,7 +9,7 @@ multiplied by their weights there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.report import note_copy
 from flux_megatron.symm.workspace import Workspace
 from flux_megatron.symm.workspaces import workspace
+
+Travel = Callable[[Tensor, Routes, Workspace], Tensor]
 
 
 def refuses(x: Tensor, group: ProcessGroup) -> str | None:
@@ -69,12 +71,12 @@ def send(x: Tensor, routes: Routes, group: ProcessGroup) -> Tensor:
     """Rows [capacity, K] of x [T, K] of all ranks, undefined behind those that came."""
     if error := refuses(x, group):
         refuse(f"send: {error}", group, x.device)
-    return _Send.apply(x.contiguous(), routes, group)
+    return _Travel.apply(x.contiguous(), routes, group, once_calls.sent, once_calls.given_back)
 
 
 def give_back(rows: Tensor, routes: Routes, group: ProcessGroup) -> Tensor:
     """y [T, N]: the sum of each token's rows [capacity, N] on all ranks."""
-    return _GiveBack.apply(rows.contiguous(), routes, group)
+    return _Travel.apply(rows.contiguous(), routes, group, once_calls.given_back, once_calls.sent)
 
 
 def multiply(
@@ -129,30 +131,21 @@ def _error(
     return space.unavailable
 
 
-class _Send(torch.autograd.Function):
+class _Travel(torch.autograd.Function):
+    """One of `once_calls.sent` and `given_back`, whose backward is the other."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, routes: Routes, group: ProcessGroup) -> Tensor:
-        ctx.routes, ctx.group = routes, group
-        return once_calls.sent(x, routes, workspace(group, x.device))
+    def forward(
+        ctx: Any, given: Tensor, routes: Routes, group: ProcessGroup, call: Travel, back: Travel
+    ) -> Tensor:
+        ctx.routes, ctx.group, ctx.back = routes, group, back
+        return call(given, routes, workspace(group, given.device))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, drows: Tensor):
-        space = workspace(ctx.group, drows.device)
-        return once_calls.given_back(drows.contiguous(), ctx.routes, space), None, None
-
-
-class _GiveBack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, routes: Routes, group: ProcessGroup) -> Tensor:
-        ctx.routes, ctx.group = routes, group
-        return once_calls.given_back(rows, routes, workspace(group, rows.device))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor):
-        space = workspace(ctx.group, dy.device)
-        return once_calls.sent(dy.contiguous(), ctx.routes, space), None, None
+    def backward(ctx: Any, gradient: Tensor):
+        space = workspace(ctx.group, gradient.device)
+        return ctx.back(gradient.contiguous(), ctx.routes, space), *(None,) * 4
 
 
 class _Multiply(torch.autograd.Function):

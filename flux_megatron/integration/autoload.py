@@ -9,7 +9,7 @@ before the first module where a program has groups of its own and never calls th
 from __future__ import annotations
 
 import atexit
-import functools
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flux_megatron import settings
-from flux_megatron.integration.replaced import put
+from flux_megatron.integration.replaced import around, put
 
 PARALLEL_STATE = "megatron.core.parallel_state"
 INITIALIZE = "initialize_model_parallel"
@@ -33,7 +33,8 @@ class _Watch:
 
 
 _watch = _Watch()
-_begun: dict[str, tuple[Any, Any, Any]] = {}  # by name: what has it, what it was, ours
+_begun: set[str] = set()  # names of functions that ours are around, until `_undo` closes
+_undo = contextlib.ExitStack()
 _waiting: Callable[[], object] | None = None  # for Megatron to begin
 _enabled = False  # when it had begun
 made = 0  # layers that `enable()` has made ours
@@ -56,10 +57,8 @@ def disarm() -> None:
     global _waiting
     _waiting = None
     _watch_no_more()
-    while _begun:
-        name, (holder, original, ours) = _begun.popitem()
-        if getattr(holder, name) is ours:
-            put(holder, name, original)
+    _begun.clear()
+    _undo.close()
 
 
 def _watch_no_more() -> None:
@@ -83,17 +82,16 @@ def _wrap() -> None:
 def _begin_with(holder: Any, name: str) -> None:
     if name in _begun:
         return
-    original = getattr(holder, name)
 
-    @functools.wraps(original)
-    def ours(*args: Any, **kwargs: Any) -> Any:
+    @around(holder, name, _undo)
+    def beginning(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         outermost = getattr(holder, name) is ours
         if _waiting:
             _enable()  # which may change this very function
         return (getattr(holder, name) if outermost else original)(*args, **kwargs)
 
-    _begun[name] = holder, original, ours
-    put(holder, name, ours)
+    ours = getattr(holder, name)
+    _begun.add(name)
 
 
 def _enable() -> None:

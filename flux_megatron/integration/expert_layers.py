@@ -118,18 +118,17 @@ class _Separate(_Forward):
         for name in LINEARS:
             expert_parameters.place(self._parameters_of(name))
 
-    def _parameters_of(self, name: str) -> list[Any]:
+    def _parameters_of(self, name: str, kind: str = "weight") -> list[Any]:
+        """Of a linear, or its biases: one an expert."""
         raise NotImplementedError
 
     def _linears(self) -> list[torch.nn.Module]:
         raise NotImplementedError
 
-    def _biases_of(self, name: str) -> list[Any]:
-        raise NotImplementedError
-
     def _bias(self, name: str) -> Tensor | None:
         """Of a linear [E, N]; behind `_there`."""
-        return torch.stack(self._biases_of(name)) if self.config.add_bias_linear else None
+        biased = self.config.add_bias_linear
+        return torch.stack(self._parameters_of(name, "bias")) if biased else None
 
     def _bias_of_all(self) -> Tensor | None:
         if (own := self._bias("linear_fc2")) is None:
@@ -197,11 +196,8 @@ class _Separate(_Forward):
 class FluxExperts(_Separate, stock.SequentialMLP):
     """Takes the place of `SequentialMLP`."""
 
-    def _parameters_of(self, name: str) -> list[Any]:
-        return [getattr(expert, name).weight for expert in self.local_experts]
-
-    def _biases_of(self, name: str) -> list[Any]:
-        return [getattr(expert, name).bias for expert in self.local_experts]
+    def _parameters_of(self, name: str, kind: str = "weight") -> list[Any]:
+        return [getattr(getattr(expert, name), kind) for expert in self.local_experts]
 
     def _linears(self) -> list[torch.nn.Module]:
         return [getattr(expert, name) for expert in self.local_experts for name in LINEARS]
@@ -210,13 +206,9 @@ class FluxExperts(_Separate, stock.SequentialMLP):
 class FluxGroupedExperts(_Separate, stock.TEGroupedMLP):
     """Takes the place of `TEGroupedMLP`; TransformerEngine holds the parameters."""
 
-    def _parameters_of(self, name: str) -> list[Any]:
+    def _parameters_of(self, name: str, kind: str = "weight") -> list[Any]:
         linear = getattr(self, name)
-        return [getattr(linear, f"weight{expert}") for expert in range(self.num_local_experts)]
-
-    def _biases_of(self, name: str) -> list[Any]:
-        linear = getattr(self, name)
-        return [getattr(linear, f"bias{expert}") for expert in range(self.num_local_experts)]
+        return [getattr(linear, f"{kind}{expert}") for expert in range(self.num_local_experts)]
 
     def _linears(self) -> list[torch.nn.Module]:
         return [getattr(self, name) for name in LINEARS]

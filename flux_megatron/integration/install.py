@@ -98,22 +98,18 @@ def install(options: FluxOptions, of_te: bool = False, fp8: bool = False) -> Non
         else:
             build_from(StockSpecProvider)
             undo.enter_context(building.norms())
-        if not fp8:
-            undo.enter_context(building.linears(options.layers, experts=not of_te))
-        elif not options.layers or "head" in options.layers:
-            fields = (*fp8_layers.FIELDS, "tp_comm_overlap")  # of the layers beside it
-            undo.enter_context(building.linears(["head"], beside=fields))
         if fp8:
-            _overlap_te_layers(options.layers)
+            from flux_megatron.integration import te_overlap  # Transformer Engine has to be there
+
+            if not options.layers or "head" in options.layers:
+                fields = (*fp8_layers.FIELDS, "tp_comm_overlap")  # of the layers beside it
+                undo.enter_context(building.linears(["head"], beside=fields))
+            te_overlap.use(parallel_state.get_tensor_model_parallel_group, options.layers)
+            _name_layers_as_userbuffers_do()
+        else:
+            undo.enter_context(building.linears(options.layers, experts=not of_te))
         metrics.install(options.compare, options.layers)
     log_at_exit()
-
-
-def _overlap_te_layers(layers: tuple[str, ...] | None) -> None:
-    from flux_megatron.integration import te_overlap  # Transformer Engine has to be there
-
-    te_overlap.use(parallel_state.get_tensor_model_parallel_group, layers)
-    _name_layers_as_userbuffers_do()
 
 
 def _name_layers_as_userbuffers_do() -> None:

@@ -116,13 +116,11 @@ def _of_values(args: Any) -> Iterator[Refusal]:
         return getattr(args, name, None)
 
     of_te = value("transformer_impl") == "transformer_engine" and te_can_run()
-    for name, refused, why in seams.refused_values(args):
-        yield Refusal(f"--{name.replace('_', '-')} {refused}", why)
+    for name, wrong, why, may_be_allowed in seams.wrong_values(args):
+        yield Refusal(f"--{name.replace('_', '-')} {wrong}", why, may_be_allowed)
     if value("experimental_attention_variant") in seams.GATED_DELTA_NETS and not of_te:
         why = "it needs TransformerEngine's layers: Megatron builds it of nothing else"
         yield Refusal("--experimental-attention-variant", why)
-    for name, untried, why in seams.untried_values(args):
-        yield Refusal(f"--{name.replace('_', '-')} {untried}", why, may_be_allowed=True)
     layers = value("flux_layers")
     if value("multi_latent_attention") and not of_te:
         why = "it needs TransformerEngine's layers: Megatron's own attention cannot do it"

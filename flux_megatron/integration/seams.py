@@ -20,12 +20,6 @@ from flux_megatron.integration.arguments import CLASSES, Row
 
 FILE = Path(__file__).with_name("seams.tsv")
 CONFIGS = ("MLATransformerConfig", "TransformerConfig", "ModelParallelConfig")
-# values of fields whose other values work
-REFUSED_VALUES = {
-    ("transformer_impl", "inference_optimized"): (
-        "its linear layers have an inference path of their own, which ours have not"
-    ),
-}
 # of `experimental_attention_variant`, the last two from 0.20 on
 GATED_DELTA_NETS = ("gated_delta_net", "gdn", "gdn2")
 CANNOT = "flux_megatron's layers cannot go with this configuration:"
@@ -69,20 +63,26 @@ def check_config(config: Any, ignored: Collection[str] = ()) -> None:
         raise ValueError(f"{CANNOT}\n{lines}")
 
 
-def refused_values(holder: Any) -> Iterator[tuple[str, Any, str]]:
+def wrong_values(holder: Any) -> Iterator[tuple[str, Any, str, bool]]:
     """Of a configuration, or of parsed arguments with names of its fields: those whose other values
-    work, with their values and why these do not.
+    work, with their values, why these do not, and whether nothing but a trial is missing: such
+    values go on where they are allowed.
     """
-    for (name, value), why in REFUSED_VALUES.items():
-        if getattr(holder, name, None) == value:
-            yield name, value, why
+    if getattr(holder, "transformer_impl", None) == "inference_optimized":
+        why = "its linear layers have an inference path of their own, which ours have not"
+        yield "transformer_impl", "inference_optimized", why, False
     variant = getattr(holder, "experimental_attention_variant", None)
     if variant not in (None, *GATED_DELTA_NETS):
         why = f"one of {', '.join(GATED_DELTA_NETS)} expected"
-        yield "experimental_attention_variant", variant, why
+        yield "experimental_attention_variant", variant, why, False
     if getattr(holder, "delay_wgrad_compute", False) and _te_captures_layers(holder):
         why = "TransformerEngine's graphs take delayed gradients of its own layers alone"
-        yield "delay_wgrad_compute", True, why
+        yield "delay_wgrad_compute", True, why, False
+    whole = "whole iterations were never captured with our calls in them"
+    for name in ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules"):
+        several = _several(getattr(holder, name, None))
+        if any(getattr(one, "name", one) == "full_iteration" for one in several):
+            yield name, "full_iteration", whole, True
 
 
 def _te_captures_layers(holder: Any) -> bool:
@@ -104,15 +104,6 @@ def _te_captures_layers(holder: Any) -> bool:
 
 def _several(given: Any) -> tuple[Any, ...]:
     return tuple(given) if isinstance(given, (list, tuple)) else (given,) if given else ()
-
-
-def untried_values(holder: Any) -> Iterator[tuple[str, Any, str]]:
-    """The same of values that nothing shows to work: they go on where they are allowed."""
-    whole = "whole iterations were never captured with our calls in them"
-    for name in ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules"):
-        several = _several(getattr(holder, name, None))
-        if any(getattr(one, "name", one) == "full_iteration" for one in several):
-            yield name, "full_iteration", whole
 
 
 def unknown_arguments(layer: type, given: dict[str, Any]) -> dict[str, Any]:
@@ -140,11 +131,10 @@ def _refused(config: Any, ignored: Collection[str]) -> Iterator[str]:
         elif not names & allowed:
             way_on = f"FLUX_MEGATRON_ALLOW={name} goes on"
             yield f"{name} is {value!r}: {row.because}; {way_on}"
-    for name, value, why in refused_values(config):
-        yield f"{name} is {value!r}: {why}"
-    for name, value, why in untried_values(config):
-        if name.replace("_", "-") not in allowed:
-            yield f"{name} is {value!r}: {why}; FLUX_MEGATRON_ALLOW={name} goes on"
+    for name, value, why, may_be_allowed in wrong_values(config):
+        way_on = f"; FLUX_MEGATRON_ALLOW={name} goes on" if may_be_allowed else ""
+        if not may_be_allowed or name.replace("_", "-") not in allowed:
+            yield f"{name} is {value!r}: {why}{way_on}"
 
 
 @cache
