@@ -307,17 +307,9 @@ def whole(
     space: Workspace, consume: Callable[[Tensor], None] | None = None,
     scaling: Scaling | None = None,
 ) -> Tensor:  # fmt: skip
-    """`run`, by the program of calls with such operands."""
+    """The result of a call. `consume` borrows the gathered rows of AG+GEMM."""
     borrows = consume is not None
     program = program_of(build, x, w, bias, layout, plan, space, borrows, scaling)
-    return run(program, x, w, bias, consume, scaling)
-
-
-def run(
-    program: CallProgram, x: Tensor, w: Tensor, bias: Tensor | None,
-    consume: Callable[[Tensor], None] | None, scaling: Scaling | None,
-) -> Tensor:  # fmt: skip
-    """The result of a call by its program. `consume` borrows the gathered rows of AG+GEMM."""
     call = InFlight(program, x, w, bias, scaling)
     if consume is not None:
         call.borrow(consume)
