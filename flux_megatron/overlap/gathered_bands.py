@@ -33,7 +33,6 @@ from flux_megatron.overlap import collectives
 from flux_megatron.overlap.band_shares import SMS_OF_OTHERS
 from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.stage import communicators, stage_of
-from flux_megatron.symm.device import capturing
 from flux_megatron.symm.program import CallProgram
 from flux_megatron.symm.steps import Slot
 
@@ -99,9 +98,7 @@ def _begin(
     """The first band of each communicator, before the kernel: rows are sent beside it."""
     stage = stage_of(call.space)
     groups = communicators(call.space, call.program.plan.comm_sms)
-    stage.begin(call)
-    if capturing(call.space.device):
-        stage.hold(table)
+    stage.begin(call, table)
     stage.words.zero_()
     stage.stream.fork()
     for group, band in zip(groups, of_bands, strict=False):
@@ -140,7 +137,5 @@ def _gather(of_bands: tuple[Band, ...], call: InFlight, x: Tensor, blocks: Tenso
 def _order(of_bands: tuple[Band, ...], call: InFlight, blocks: Tensor, ordered: Tensor) -> None:
     """The gathered rows by rank."""
     shards = call.program.world_size
-    parts = [
-        _block(band, shards, blocks).view(shards, band.rows, -1) for band in of_bands
-    ]  # fmt: skip
+    parts = [_block(band, shards, blocks).view(shards, band.rows, -1) for band in of_bands]
     torch.cat(parts, 1, out=ordered.view(shards, -1, ordered.shape[1]))
