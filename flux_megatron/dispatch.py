@@ -31,7 +31,7 @@ from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.scaling import Scaling
 from flux_megatron.symm.groups import name_of
-from flux_megatron.symm.program import Builder, CallProgram
+from flux_megatron.symm.program import CallProgram
 from flux_megatron.symm.workspace import Guard, Workspace
 from flux_megatron.symm.workspaces import workspace
 from flux_megatron.tuning import choice
@@ -66,11 +66,6 @@ class Decision(Choice[registry.Strategy]):
     problem: Problem
     _programs: dict[bool, CallProgram] = field(default_factory=dict)
 
-    @cached_property
-    def build(self) -> Builder:
-        """What makes the program."""
-        return self.strategy.BUILDERS[self.problem.pattern]
-
     def program(
         self, x: Tensor, w: Tensor, bias: Tensor | None, caller_steps: bool,
         scaling: Scaling | None,
@@ -78,9 +73,10 @@ class Decision(Choice[registry.Strategy]):
         """That of these calls: their shapes were compared when this decision was found."""
         program = self._programs.get(caller_steps)
         if program is None:
+            build = self.strategy.BUILDERS[self.problem.pattern]
             program = calls.program_of(
-                self.build, x, w, bias, self.problem.layout, self.plan, self.workspace,
-                caller_steps, scaling,
+                build, x, w, bias, self.problem.layout, self.plan, self.workspace, caller_steps,
+                scaling,
             )  # fmt: skip
             self._programs[caller_steps] = program
         return program
