@@ -33,6 +33,7 @@ from flux_megatron.overlap import collectives
 from flux_megatron.overlap.band_shares import SMS_OF_OTHERS
 from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.stage import communicators, stage_of
+from flux_megatron.symm.device import capturing
 from flux_megatron.symm.program import CallProgram
 from flux_megatron.symm.steps import Slot
 
@@ -98,7 +99,9 @@ def _begin(
     """The first band of each communicator, before the kernel: rows are sent beside it."""
     stage = stage_of(call.space)
     groups = communicators(call.space, call.program.plan.comm_sms)
-    stage.begin(call, table)
+    stage.begin(call)
+    if capturing(call.space.device):
+        stage.hold(table)
     stage.words.zero_()
     stage.stream.fork()
     for group, band in zip(groups, of_bands, strict=False):

@@ -32,6 +32,7 @@ from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.stage import communicators, stage_of
 from flux_megatron.patterns import COLUMN, ROW, Pattern
 from flux_megatron.problem import Plan, Problem, Tile
+from flux_megatron.symm.device import capturing
 from flux_megatron.symm.program import Builder, CallProgram
 from flux_megatron.symm.steps import Slot
 
@@ -124,7 +125,9 @@ def _by_bands(
 def _begin(call: InFlight, table: Tensor) -> None:
     stage = stage_of(call.space)
     communicators(call.space, call.program.plan.comm_sms)  # made before anything is enqueued
-    stage.begin(call, table)
+    stage.begin(call)
+    if capturing(call.space.device):
+        stage.hold(table)
     stage.stream.fork()  # before the kernel: collectives wait for tiles, not for its end
 
 

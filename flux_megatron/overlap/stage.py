@@ -66,13 +66,15 @@ class Stage:
             _, own = self.communicators.popitem()
             own.abort()
 
-    def begin(self, call: object, table: Tensor | None = None) -> None:
-        """Open a call; no second one beside it. A graph that captures it holds its table."""
+    def begin(self, call: object) -> None:
+        """Open a call; no second one beside it."""
         if self.open is not None:
             raise errors.WorkspaceError("a GEMM of signalled was begun while another was open")
         self.open = call
-        if table is not None and capturing(self._device):
-            self._captured[table.data_ptr()] = table
+
+    def hold(self, table: Tensor) -> None:
+        """A graph captures a call with it."""
+        self._captured[table.data_ptr()] = table
 
     def count_of(self, band: int) -> int:
         """The address of a band's counter."""
