@@ -31,7 +31,7 @@ from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.scaling import Scaling
 from flux_megatron.symm.groups import name_of
-from flux_megatron.symm.program import Builder, CallProgram
+from flux_megatron.symm.program import CallProgram
 from flux_megatron.symm.workspace import Guard, Workspace
 from flux_megatron.symm.workspaces import workspace
 from flux_megatron.tuning import choice
@@ -66,11 +66,6 @@ class Decision(Choice[registry.Strategy]):
     problem: Problem
     _programs: dict[bool, CallProgram] = field(default_factory=dict)
 
-    @cached_property
-    def build(self) -> Builder:
-        """What makes the program."""
-        return self.strategy.BUILDERS[self.problem.pattern]
-
     def program(
         self, x: Tensor, w: Tensor, bias: Tensor | None, caller_steps: bool,
         scaling: Scaling | None,
@@ -78,9 +73,10 @@ class Decision(Choice[registry.Strategy]):
         """That of these calls: their shapes were compared when this decision was found."""
         program = self._programs.get(caller_steps)
         if program is None:
+            build = self.strategy.BUILDERS[self.problem.pattern]
             program = calls.program_of(
-                self.build, x, w, bias, self.problem.layout, self.plan, self.workspace,
-                caller_steps, scaling,
+                build, x, w, bias, self.problem.layout, self.plan, self.workspace, caller_steps,
+                scaling,
             )  # fmt: skip
             self._programs[caller_steps] = program
         return program
@@ -103,7 +99,7 @@ def decide(
     layout: str, plan: Plan | None, scaling: Scaling | None = None,
 ) -> Decision:  # fmt: skip
     """Check the call, choose its plan, and confirm each new layer kind with the other ranks."""
-    space = _entered(group, x.device)
+    space = entered(group, x.device)
     # everything that the checks read; that operands are dense `overlap.operands` has seen to
     key = (
         pattern, layout, plan, *x.shape, x.dtype, x.device, *w.shape, w.dtype, w.device,
@@ -135,7 +131,8 @@ def decide_sum(
     return decision, dense(scaling)
 
 
-def _entered(group: ProcessGroup, device: torch.device) -> Workspace:
+def entered(group: ProcessGroup, device: torch.device) -> Workspace:
+    """Where a call is made. What has failed is raised, and other settings forget all plans."""
     space = workspace(group, device)
     space.check()  # before a question: a rank that has failed would not answer
     if space.settings is not (now := settings.get()):
@@ -145,20 +142,13 @@ def _entered(group: ProcessGroup, device: torch.device) -> Workspace:
     return space
 
 
-def undecided(group: ProcessGroup, device: torch.device, description: str) -> Workspace:
-    """For a call that has no plan to choose: where it is made. The log of calls has an entry."""
-    space = _entered(group, device)
-    space.note(description)
-    return space
-
-
 def agreed_empty(pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup, layout: str) -> bool:
     """Whether x has no rows. If so nobody computes, but the ranks agree on the call and log it as
     any other. `decide` reports what else is wrong.
     """
     if not no_rows(x, w, layout):
         return False
-    space = _entered(group, x.device)
+    space = entered(group, x.device)
     problem = _problem(pattern, x, w, space, layout)
     if problem not in space.agreed:
         space.agreement.confirm(str(problem))

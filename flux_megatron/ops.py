@@ -209,7 +209,10 @@ def run_ag_gemm(
     decision.report_fallback()
     scaling = dense(scaling)
     program = decision.program(x, w, bias, consume is not None, scaling)
-    y = calls.run(program, x, w, bias, consume, scaling)
+    call = calls.InFlight(program, x, w, bias, scaling)
+    if consume is not None:
+        call.borrow(consume)
+    y = call.finish()
     decision.count()
     return y
 
@@ -223,7 +226,7 @@ def _reduced(
         return product(x, w, layout)
     decision, scaling = decide_sum(pattern, x, w, group, layout, plan, scaling)
     program = decision.program(x, w, None, False, scaling)
-    y = calls.run(program, x, w, None, None, scaling)
+    y = calls.InFlight(program, x, w, None, scaling).finish()
     decision.count()
     return y
 

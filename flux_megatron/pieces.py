@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flux_megatron.dispatch import agreed_empty, decide, decide_sum, in_memory, undecided
+from flux_megatron.dispatch import agreed_empty, decide, decide_sum, entered, in_memory
 from flux_megatron.overlap import calls, registry
 from flux_megatron.overlap.gather import gather_beside
 from flux_megatron.overlap.operands import memory, product
@@ -95,5 +95,6 @@ def start_gather_beside(x: Tensor, scales: Tensor | None, group: ProcessGroup) -
     if scales is not None:
         scales = memory("scales", scales)
         scaling = Scaling(scales, scales, x.dtype, False, True)
-    space = undecided(group, x.device, f"gather of {[*x.shape]} {x.dtype} beside other calls")
+    space = entered(group, x.device)
+    space.note(f"gather of {[*x.shape]} {x.dtype} beside other calls")
     return calls.start_gather(gather_beside, x, _BESIDE, space, scaling)

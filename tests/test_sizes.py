@@ -48,7 +48,7 @@ def pushes(
         assert signal.operands[0].register == gather.channel.first + world_size + peer
         signals.add(signal.operands[0])
         found.append((peer, to.add, [offset, *(one.add for one in numbers)]))
-    assert len(signals) == len(found) == (world_size - 1) * gather.comm_tiles
+    assert len(signals) == len(found) == (world_size - 1) * len(gather.comm_tiles)
     return found
 
 

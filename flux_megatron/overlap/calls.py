@@ -151,9 +151,9 @@ class InFlight:
             self._lists = by_c.lists_of(program, self.engine, self.number)
         if self._lists is not None:
             self._make(self._lists.made[len(program.made) :])
-        if not self._execute():
+        if self._lists is None or not self._by_c(self._lists):
             self._lists = None
-            self._execute()
+            self._by_python()
 
     def _make(self, made: Iterable[Made], captured: bool = False) -> None:
         """Take memory for what the call makes; then its registers are known. A call for which there
@@ -221,12 +221,12 @@ class InFlight:
                 self.engine.hold(*self.tensors[_MADE:])
             if self._lists is not None:
                 self._follow_others()
-                self._execute()
+                self._by_c(self._lists)
             else:
                 with active(self.space.device):  # C sets its own
                     if self.program.follows:
                         self.engine.follow()  # which knows of captures too
-                    self._execute()
+                    self._by_python()
             if self._at == len(self.program.borrowed):
                 self._end()
         except BaseException as error:
@@ -245,15 +245,9 @@ class InFlight:
         for name in self._lists.launches:
             triton_launch.launches[name] += 1
 
-    # The two back ends.
+    # The two back ends: each enqueues the segment that the call has come to.
 
-    def _execute(self) -> bool:
-        """Enqueue the segment that the call has come to. False, and nothing enqueued, if C refuses
-        how a call begins.
-        """
-        return self._by_python() if self._lists is None else self._by_c(self._lists)
-
-    def _by_python(self) -> bool:
+    def _by_python(self) -> None:
         """A call that begins with a kernel for which the GPU has too little is taken back: nobody
         waits for it yet, and the other ranks, whose GPUs are alike, do the same.
         """
@@ -270,9 +264,9 @@ class InFlight:
             if not enqueued and not capturing(self.space.device):
                 self._take_back()
             raise
-        return True
 
     def _by_c(self, lists: Lists) -> bool:
+        """False, and nothing enqueued, if C refuses how a call begins."""
         first, rest = lists.segments[self._at]
         if first is not None and not first(*self._given):
             return False
@@ -307,17 +301,9 @@ def whole(
     space: Workspace, consume: Callable[[Tensor], None] | None = None,
     scaling: Scaling | None = None,
 ) -> Tensor:  # fmt: skip
-    """`run`, by the program of calls with such operands."""
+    """The result of a call. `consume` borrows the gathered rows of AG+GEMM."""
     borrows = consume is not None
     program = program_of(build, x, w, bias, layout, plan, space, borrows, scaling)
-    return run(program, x, w, bias, consume, scaling)
-
-
-def run(
-    program: CallProgram, x: Tensor, w: Tensor, bias: Tensor | None,
-    consume: Callable[[Tensor], None] | None, scaling: Scaling | None,
-) -> Tensor:  # fmt: skip
-    """The result of a call by its program. `consume` borrows the gathered rows of AG+GEMM."""
     call = InFlight(program, x, w, bias, scaling)
     if consume is not None:
         call.borrow(consume)

@@ -29,11 +29,11 @@ class Gather:
     x: Slot
     gathered: Slot
     comm_rows: int
-    comm_tiles: int
+    comm_tiles: list[tuple[int, int]]  # as `transfer.comm_tiles` gives them
+    of_columns: bool  # they are parts of the columns, each of all rows
     local_copy: str
     scales: Slot | None = None
     gathered_scales: Slot | None = None
-    part_columns: int = 0
     joined: bool = False
     brought: bool = False
     awaited: int = 1  # ranks whose signals this one has awaited; its own rows need none
@@ -50,7 +50,7 @@ class Gather:
                 first_source=first_source,
                 count=count,
                 world_size=self.program.world_size,
-                M_shard=self.comm_tiles,
+                M_shard=len(self.comm_tiles),
                 comm_rows=1,
             )
 
@@ -65,12 +65,10 @@ class Gather:
     def _arriving(self) -> list[arrivals.Part]:
         """What peers push, in the order in which it comes."""
         p, x = self.program, self.x
-        rows, pitch = len(x), x.shape[1] * x.element_size()
-        tiles = [*comm_tiles(rows, pitch, self.comm_rows, self.part_columns * x.element_size())]
-        box = (rows, pitch) if self.part_columns else ()
+        box = (len(x), x.shape[1] * x.element_size()) if self.of_columns else ()
         parts = []
-        for step, number in _order(p.world_size, len(tiles), bool(self.part_columns)):
-            source, (offset, size_bytes) = (p.rank + step) % p.world_size, tiles[number]
+        for step, number in _order(p.world_size, len(self.comm_tiles), self.of_columns):
+            source, (offset, size_bytes) = (p.rank + step) % p.world_size, self.comm_tiles[number]
             blocks = [(source * x.nbytes + offset, size_bytes, *box)]
             if self.scales is not None and number == 0:
                 scales = self.scales.nbytes
@@ -137,17 +135,18 @@ def add_gather(
     scale_bytes = 0 if scales is None else scales.nbytes
     channel = p.channel(channel_name, p.world_size * (x.nbytes + scale_bytes))
     comm_rows = comm_rows_at_least(len(x), tile_rows(p, len(x), comm_rows))
+    pitch, part_bytes = x.shape[1] * x.element_size(), part_columns * x.element_size()
+    tiles, of_columns = [*comm_tiles(len(x), pitch, comm_rows, part_bytes)], part_columns > 0
     with p.phase("gather push"):
         p.move("fork")
-        comm_tiles = _push_shard(p, channel, x, comm_rows, part_columns, scales)
+        _push_shard(channel, x, tiles, of_columns, scales)
     gathered = channel.region((p.world_size * len(x), x.shape[1]), x.dtype)
     gathered_scales = None
     if scales is not None:
         shape = p.world_size * len(scales), scales.shape[1]
         gathered_scales = channel.region(shape, scales.dtype, gathered.nbytes)
     return Gather(
-        p, channel, x, gathered, comm_rows, comm_tiles, local_copy, scales, gathered_scales,
-        part_columns,
+        p, channel, x, gathered, comm_rows, tiles, of_columns, local_copy, scales, gathered_scales
     )  # fmt: skip
 
 
@@ -170,31 +169,28 @@ def gather_beside(p: CallProgram) -> None:
 
 
 def _push_shard(
-    p: CallProgram, channel: ChannelSlots, x: Slot, comm_rows: int, part_columns: int,
+    channel: ChannelSlots, x: Slot, tiles: list[tuple[int, int]], of_columns: bool,
     scales: Slot | None,
-) -> int:  # fmt: skip
-    """Push x [M_shard, K] in communication tiles of `comm_rows` rows, or, if not 0, of
-    `part_columns` columns of all rows, each followed by its signal [A]; how many tiles these are.
+) -> None:  # fmt: skip
+    """Push x [M_shard, K] in these communication tiles, each followed by its signal [A].
 
     Rank r+1 pushes to rank r first, which needs these rows first. So the ranks never all write to
     one rank at once. Of parts of K every rank gets the first before any gets the second. All
     blockwise `scales` of x go before the first signal: they are a 32nd of its bytes.
     """
-    rows, pitch = len(x), x.shape[1] * x.element_size()
-    tiles = [*comm_tiles(rows, pitch, comm_rows, part_columns * x.element_size())]
-    for step, number in _order(p.world_size, len(tiles), bool(part_columns)):
+    p, pitch = channel.program, x.shape[1] * x.element_size()
+    for step, number in _order(p.world_size, len(tiles), of_columns):
         peer = (p.rank - step) % p.world_size
         offset, size_bytes = tiles[number]
-        to = channel.peer(peer, p.rank * rows * pitch + offset)
+        to = channel.peer(peer, p.rank * x.nbytes + offset)
         given = to, x.operand.plus(offset), always(size_bytes)
         if scales is not None and number == 0:
             p.copy(_behind_rows(channel, peer, x, scales), scales)
-        if part_columns:
-            p.move("copy_rows", *given, always(rows), always(pitch))
+        if of_columns:
+            p.move("copy_rows", *given, always(len(x)), always(pitch))
         else:
             p.move("copy", *given)
         p.move("signal", channel.signal(peer, p.rank, number), channel.epoch)  # signal [A]
-    return len(tiles)
 
 
 def _order(world_size: int, tiles: int, of_columns: bool) -> list[tuple[int, int]]:

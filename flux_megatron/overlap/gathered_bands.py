@@ -140,7 +140,5 @@ def _gather(of_bands: tuple[Band, ...], call: InFlight, x: Tensor, blocks: Tenso
 def _order(of_bands: tuple[Band, ...], call: InFlight, blocks: Tensor, ordered: Tensor) -> None:
     """The gathered rows by rank."""
     shards = call.program.world_size
-    parts = [
-        _block(band, shards, blocks).view(shards, band.rows, -1) for band in of_bands
-    ]  # fmt: skip
+    parts = [_block(band, shards, blocks).view(shards, band.rows, -1) for band in of_bands]
     torch.cat(parts, 1, out=ordered.view(shards, -1, ordered.shape[1]))

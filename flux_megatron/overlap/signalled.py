@@ -13,7 +13,8 @@ collective; communicators take turns. docs/how_it_works.md says more. AG+GEMM is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,13 +23,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flux_megatron.kernels import launch
+from flux_megatron.kernels.hopper import config as hopper_config
 from flux_megatron.kernels.hopper import gemm as hopper_gemm
 from flux_megatron.kernels.portable.signalled_gemm import Band, bands, signalled_gemm
-from flux_megatron.overlap import collectives, gathered_bands, signalled_plans
+from flux_megatron.overlap import collectives, fused, gathered_bands
+from flux_megatron.overlap.band_shares import SMS_OF_ONE, group_rows_of, rows_of, shares_of
 from flux_megatron.overlap.phase import phase
 from flux_megatron.overlap.stage import communicators, stage_of
 from flux_megatron.patterns import COLUMN, ROW, Pattern
-from flux_megatron.problem import Tile
+from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.device import capturing
 from flux_megatron.symm.program import Builder, CallProgram
 from flux_megatron.symm.steps import Slot
@@ -41,8 +44,35 @@ NEEDS_SYMMETRIC_MEMORY = False
 _SUM = dist.ReduceScatterOptions()
 
 supports = launch.supports
-default_plan, candidates = signalled_plans.default_plan, signalled_plans.candidates
-why_not = signalled_plans.why_not
+why_not = fused.why_not
+
+
+def default_plan(problem: Problem) -> Plan:
+    """The first of `candidates`."""
+    return candidates(problem)[0]
+
+
+def candidates(problem: Problem) -> list[Plan]:
+    """Plans worth measuring where no model predicts better ones, the rule's first."""
+    return [_plan(problem, *one) for one in shares_of(problem)]
+
+
+def _plan(problem: Problem, shares: Sequence[int], turns: int) -> Plan:
+    """Which rows each band has, and how many SMs collectives have."""
+    tile = fused.default_plan(problem).tile
+    if tile == hopper_config.TILE:
+        tile = replace(tile, group_m=16)  # as `hopper` has it
+    group_rows = group_rows_of(rows_of(problem), tile.block_m, shares)
+    comm_sms = turns * SMS_OF_ONE
+    return Plan("signalled", tile=tile, group_rows=group_rows, comm_sms=comm_sms)
+
+
+def for_rows(plan: Plan, problem: Problem, M: int) -> Plan:
+    """The plan of M rows as one of the problem's, with bands of the same shares."""
+    rows = rows_of(replace(problem, M=M))
+    shares = (*plan.group_rows, rows - sum(plan.group_rows))
+    group_rows = group_rows_of(rows_of(problem), plan.tile.block_m, shares)
+    return replace(plan, group_rows=group_rows)
 
 
 def _gemm_rs(p: CallProgram) -> Slot:

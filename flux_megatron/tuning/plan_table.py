@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from flux_megatron.kernels.sizes import cdiv
-from flux_megatron.overlap import registry, sequential, signalled_plans
+from flux_megatron.overlap import registry, sequential, signalled
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.places import Missing
 
@@ -102,7 +102,7 @@ def for_rows(plan: Plan, M: int, problem: Problem) -> Plan:
         comm_tiles = cdiv(M // problem.world_size, plan.comm_rows)
         plan = replace(plan, comm_rows=cdiv(problem.M_shard, comm_tiles))
     if M != problem.M and plan.group_rows:
-        plan = signalled_plans.for_rows(plan, problem, M)
+        plan = signalled.for_rows(plan, problem, M)
     if registry.why_not(problem, plan):
         return registry.default_plan(problem, plan.strategy, None)
     return plan

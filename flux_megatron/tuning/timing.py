@@ -102,7 +102,7 @@ def _slowest(
     """Times in microseconds, and 1 where `load` ended first: [2, rounds, candidates], the largest
     over the ranks. A rank where a candidate fails takes its turns to the end, as the others do.
     """
-    timed = _CudaTurns(gap_s) if device.type == "cuda" else _cpu_turn
+    timed_us = _CudaTurns(gap_s) if device.type == "cuda" else _cpu_turn
     failed: list[tuple[int, str, str]] = []  # in which turn, who, and how
     host_us = 0.0
 
@@ -118,8 +118,10 @@ def _slowest(
     turns: list[tuple[float, bool]] = []
     for _ in range(rounds):
         for name, call in candidates.items():
-            time_us, outlived = timed(partial(attempt, name, call), group, device, load)
-            turns.append((time_us + with_host * host_us, outlived))
+            time_us = timed_us(partial(attempt, name, call), group, device, load)
+            turns.append((time_us + with_host * host_us, load is not None and load.ended()))
+            if load:
+                load.wait()
     if first := [one[0] for one in objects.all_gather(failed[:1], group) if one]:
         turn, name, _ = min(first)
         said = (why for number, _, why in failed if number == turn)
@@ -163,14 +165,14 @@ def _of_ranks(said: str, group: ProcessGroup) -> str:
 
 
 class _CudaTurns:
-    """One turn after the other: microseconds on this rank, and whether `load` ended first."""
+    """One turn after the other: microseconds on this rank."""
 
     def __init__(self, gap_s: float) -> None:
         self._gap_s, self._hide = gap_s, HIDE_LAUNCH
 
     def __call__(
         self, call: Candidate, group: ProcessGroup, device: torch.device, load: Load | None
-    ) -> tuple[float, bool]:
+    ) -> float:
         token = torch.zeros(1, device=device)
         torch.cuda.synchronize(device)  # the collectives of the turn before are done
         time.sleep(self._gap_s)
@@ -187,24 +189,16 @@ class _CudaTurns:
         if start.query():  # the device was there before all was enqueued
             self._hide = min(2 * self._hide, HIDE_MOST)
         end.synchronize()
-        time_us = start.elapsed_time(end) * 1e3
-        outlived = load is not None and load.ended()
-        if load:
-            load.wait()
-        return time_us, outlived
+        return start.elapsed_time(end) * 1e3
 
 
 def _cpu_turn(
     call: Candidate, group: ProcessGroup, device: torch.device, load: Load | None
-) -> tuple[float, bool]:
+) -> float:
     """What a turn of `_CudaTurns` gives."""
     dist.barrier(group=group)
     if load:
         load.start()
     start = time.perf_counter()
     call()
-    time_us = (time.perf_counter() - start) * 1e6
-    outlived = load is not None and load.ended()
-    if load:
-        load.wait()
-    return time_us, outlived
+    return (time.perf_counter() - start) * 1e6

@@ -163,7 +163,8 @@ class Operands:
         space = decision.workspace
         plan = decision.gather_plan()
         gather = calls.start_gather(registry.gather_builder(plan), self.rows, plan, space)
-        scatter = calls.start(decision.build, self.x, self.w, "nn", decision.plan, space)
+        program = decision.program(self.x, self.w, None, True, None)
+        scatter = calls.InFlight(program, self.x, self.w, None)
         rows = gather.complete()
         torch.mm(self.x.t(), rows)  # wgrad
         yield rows, self.gathered

@@ -26,7 +26,7 @@ import typer
 from flux_megatron.lab.bench.candidates import host_time_us
 from flux_megatron.lab.measure import gpu_run
 from flux_megatron.lab.measure.gpu_run import Calls, Run
-from flux_megatron.overlap import band_shares, registry, signalled_plans
+from flux_megatron.overlap import band_shares, registry, signalled
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Problem
 from flux_megatron.symm.workspaces import workspace
@@ -54,7 +54,7 @@ def measure(run: Run, case: str, link: str, rounds: int, beside: bool) -> bool:
     trial = Trial(problem, run.group, run.device)
     trial.renew()
     trial.learn()
-    plans = {_name_of(problem, plan): plan for plan in signalled_plans.candidates(problem)}
+    plans = {_name_of(problem, plan): plan for plan in signalled.candidates(problem)}
     missing = workspace(run.group, run.device).missing
     if missing is not None and missing.mailboxes:
         able = (registry.candidates(problem, name, missing) for name in ("hopper", "pipelined"))
