@@ -36,7 +36,7 @@ import flux_megatron
 SOURCE = Path(flux_megatron.__file__).parent
 _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
-    "symm.lasting", "symm.places", "symm.signals", "symm.workspace", "symm.workspaces",
+    "symm.lasting", "symm.places", "symm.signals", "symm.workspace",
     "kernels.launch", "kernels.triton_launch", "kernels.descriptors", "kernels.primitives",
     "kernels.word_primitives", "kernels.hopper_primitives",
     "kernels.few_rows.gemv_ar", "kernels.few_rows.ag_gemv",
@@ -262,10 +262,6 @@ class Machine:
             self.scheduler.run([lambda rank=rank: host(rank) for rank in range(self.world_size)])
         return self.scheduler
 
-    def capture(self) -> AbstractContextManager[Graph]:
-        """What the calling host enqueues goes into a graph."""
-        return self.scheduler.capture()
-
     @contextmanager
     def _replacing(self) -> Iterator[None]:
         p = self.package
@@ -423,7 +419,7 @@ class Replays:
         if not self._captured or call % 3 == 0:
             return step()
         if self._graph is None:
-            with self._machine.capture() as self._graph:
+            with self._machine.scheduler.capture() as self._graph:
                 self._replayed = step()
         self._graph.replay()
         return self._replayed
