@@ -69,18 +69,13 @@ class Hand:
         return [name for name in among if name in chosen]
 
 
-def parser_of(release: str) -> dict[str, Any]:
-    """The options of a release, as recorded."""
-    return recorded()[release]
-
-
 def draw(release: str, seed: int, number: int) -> Combination:
     """The combination of this number: the same each time."""
     import model_space
     import other_options
     import training_space
 
-    hand = Hand(random.Random(f"{release}/{seed}/{number}"), parser_of(release))
+    hand = Hand(random.Random(f"{release}/{seed}/{number}"), recorded()[release])
     for part in (model_space, training_space, other_options):
         part.draw(hand)
     facts = hand.facts

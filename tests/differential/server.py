@@ -45,7 +45,6 @@ class End:
 
     codes: list[int] = field(default_factory=list)
     hung: bool = False
-    seconds: float = 0.0
 
     @property
     def good(self) -> bool:
@@ -118,10 +117,9 @@ def serve(checkout: str, script: str, te: str = "") -> None:
 
 def fork_ranks(run: Run, body: Any) -> End:
     """Fork the ranks, wait for them, and end them when one failed or the time is over."""
-    start, port = time.monotonic(), _free_port()
+    port, deadline = _free_port(), time.monotonic() + run.limit_s
     running = {_forked(run, number, port, body): number for number in range(run.ranks)}
     end = End(codes=[0] * run.ranks)
-    deadline = start + run.limit_s
     while running and time.monotonic() < deadline:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -138,7 +136,6 @@ def fork_ranks(run: Run, body: Any) -> End:
     for pid, number in running.items():
         os.kill(pid, signal.SIGKILL)
         end.codes[number] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    end.seconds = time.monotonic() - start
     return end
 
 

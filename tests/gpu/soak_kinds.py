@@ -37,15 +37,6 @@ class Kind:
     piece: str
     case: Case
 
-    def problem(self, world_size: int, device: str) -> Problem:
-        one = self.case
-        rows = one.M_shard * (1 if one.pattern == "ag_gemm" else world_size)
-        dtype = str(one.dtype).removeprefix("torch.")
-        return Problem.of_operands(
-            Pattern(one.pattern), rows, one.N_local, one.K_local, dtype, world_size, one.layout,
-            device,
-        )  # fmt: skip
-
 
 def kinds(
     count: int, seed: int, world_size: int, device: str, small: bool, portable: bool
@@ -114,7 +105,10 @@ def _hopper_case(
         N_local=draw.choice([128, 136, 520, 1000]) * most, K_local=draw.choice(Ks),
         dtype=draw.choice([torch.bfloat16, torch.float16]), **common,
     )  # fmt: skip
-    problem = Kind(piece, case).problem(world_size, "cuda")
+    problem = Problem.of_operands(
+        Pattern(case.pattern), case.M_shard * (1 if gathers else world_size), case.N_local,
+        case.K_local, str(case.dtype).removeprefix("torch."), world_size, case.layout, "cuda",
+    )  # fmt: skip
     if reason := hopper.supports(problem):
         raise RuntimeError(
             f"a Hopper GPU, but `hopper` cannot run {problem}: {reason}; --portable leaves it out"

@@ -8,8 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fake_driver
 import kept_code
+import pytest
+import torch
 
+from flux_megatron.versions.triton import TRITON
+
+# whole calls, on a driver that is pretended
+NEEDS_OFFLINE_CALLS = [
+    pytest.mark.skipif(not TRITON.since("3.6"), reason="this Triton has no Gluon for Hopper"),
+    pytest.mark.skipif(not fake_driver.compiler(), reason="no C compiler"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="this torch loads a driver itself"),
+]
 SHARED_BYTES_MAX = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 
 

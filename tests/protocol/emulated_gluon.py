@@ -57,7 +57,6 @@ class Gluon:
         gl |= {name: nothing for name in layouts}
         gl |= {
             "cdiv": cdiv, "static_range": range, "pointer_type": PointerType,
-            "static_assert": nothing,
             "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
             "sum": lambda tensor, axis: tensor.sum(axis).item(),
             "max": _largest, "maximum": max, "where": torch.where,

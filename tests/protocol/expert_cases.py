@@ -7,7 +7,9 @@ Inputs are overwritten as soon as the call allows it.
 from __future__ import annotations
 
 import random
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
@@ -41,8 +43,21 @@ class ExpertCase(VirtualCase):
     def run(self, package: PackageCopy, schedule: Schedule) -> Scheduler:
         channels = (package.experts.DISPATCH, package.experts.COMBINE)
         machine = Machine(package, self.world_size, self.ctas, channels)
-        with mock.patch.object(package.signals, "MAX_COMM_TILES", self.slots):
+        with mock.patch.object(package.signals, "MAX_COMM_TILES", self.slots), self.within(machine):
             return run_hosts(Host, self, Operands(self), machine, schedule)
+
+    def within(self, machine: Machine) -> AbstractContextManager:
+        """What else is replaced in a run."""
+        return nullcontext()
+
+    def strategy(self, package: PackageCopy) -> tuple[Any, Any]:
+        """The module that has the operations, and the plan that they are given."""
+        module = package.hopper_experts if self.hopper else package.experts
+        name = "hopper" if self.hopper else "fused"
+        return module, package.problem.Plan(name, COMM_ROWS, self.tile(package))
+
+    def tile(self, package: PackageCopy) -> Any:
+        return package.problem.Tile(BLOCK, BLOCK, BLOCK, group_m=2, tma=self.tma)
 
 
 class Operands:
@@ -114,11 +129,7 @@ class Host(VirtualHost):
 
     def __init__(self, case: ExpertCase, operands: Operands, machine: Machine, rank: int) -> None:
         super().__init__(case, operands, machine, rank)
-        package = machine.package
-        self.strategy = package.hopper_experts if case.hopper else package.experts
-        problem = package.problem
-        tile = problem.Tile(BLOCK, BLOCK, BLOCK, group_m=2, tma=case.tma)
-        self.plan = problem.Plan("hopper" if case.hopper else "fused", COMM_ROWS, tile)
+        self.strategy, self.plan = case.strategy(machine.package)
 
     def step(self, call: int, counts: Tensor, x: Tensor, z: Tensor) -> dict[str, Tensor]:
         results, keep = {}, call % 2 == 1

@@ -18,22 +18,6 @@ from unittest import mock
 from emulated_gluon import Gluon
 from emulated_memory import Descriptor
 
-MODULES = (
-    "hopper_primitives", "hopper_signals", "hopper_tile_order", "hopper_split_k",
-    "hopper_scheduler", "hopper_ring", "hopper_roles", "hopper_epilogue",
-    "hopper_routes", "hopper_rows", "hopper_handed_tiles",
-    "hopper_gathered_rows", "hopper_gathered_sums", "hopper_exchanged_tiles",
-    "hopper_stored_tiles", "hopper_ag_gemm",
-    "hopper_gemm_rs", "hopper_signalled_gemm", "hopper_gathered_gemm",
-    "hopper_a2a_gemm", "hopper_gemm_a2a",
-)  # fmt: skip
-KERNELS = {
-    "hopper_ag_gemm": "hopper_ag_gemm_kernel", "hopper_gemm_rs": "hopper_gemm_rs_kernel",
-    "hopper_signalled_gemm": "hopper_signalled_gemm_kernel",
-    "hopper_gathered_gemm": "hopper_gathered_gemm_kernel",
-    "hopper_a2a_gemm": "hopper_a2a_gemm_kernel", "hopper_gemm_a2a": "hopper_gemm_a2a_kernel",
-}  # fmt: skip
-
 
 class _Plain(ast.NodeTransformer):
     """Functions without decorators and annotations; `x.to(kind)` becomes `cast(x, kind)`.
@@ -110,7 +94,11 @@ class HopperKernels:
 
     def __init__(self, product) -> None:
         self._product = product
-        self._parsed = [parsed(getattr(product, name)) for name in MODULES]
+        modules = {name: one for name, one in vars(product).items() if name.startswith("hopper_")}
+        self._parsed = [*map(parsed, modules.values())]
+        # of each module that has one, its kernel
+        self.kernels = {name: f"{name}_kernel" for name, one in modules.items()
+                        if hasattr(one, f"{name}_kernel")}  # fmt: skip
 
     @contextmanager
     def launched_on(self, gluon: Gluon) -> Iterator[None]:
@@ -122,7 +110,7 @@ class HopperKernels:
             exec(code, names)
         names |= gluon.names()  # also in place of functions that hold PTX
         with ExitStack() as stack:
-            for module, name in KERNELS.items():
+            for module, name in self.kernels.items():
                 kernel = gluon.kernel(name, parameters[name], names[name])
                 stack.enter_context(mock.patch.object(getattr(product, module), name, kernel))
             stack.enter_context(mock.patch.object(product.descriptors, "descriptor_of", Descriptor))

@@ -50,7 +50,6 @@ class Case(VirtualCase):
     # of `hopper`
     transport: str = "copy_engine"
     lacking: int = 0  # rows of the last rank, in GEMM+AR
-    block_k: int = 0  # 0: as `block`
     block_n: int = 0  # 0: as `block`
     # of `low_latency`
     two_phase: bool = False
@@ -134,9 +133,8 @@ class Host(VirtualHost):
         super().__init__(case, operands, machine, rank)
         package: PackageCopy = machine.package
         self.strategy = getattr(package, case.strategy)
-        block_k = case.block_k or case.block
         block_n = case.block_n or case.block
-        tile = package.problem.Tile(case.block, block_n, block_k, group_m=2, tma=case.tma)
+        tile = package.problem.Tile(case.block, block_n, case.block, group_m=2, tma=case.tma)
         plan = {
             "strategy": case.strategy, "comm_rows": case.comm_rows, "tile": tile,
             "transport": case.transport, "two_phase": case.two_phase,

@@ -289,3 +289,15 @@ def check_needed(
     assert broken != ptx, f"there is no {found}"
     with pytest.raises(Misordered, match=reason):
         check(Ptx(broken))
+
+
+# of the portable kernels; `hopper_order` has those of the others
+CHECKS = {
+    "ag_gemm": [check_waits],
+    "gemm_rs": [check_release, check_count],
+    "signalled_gemm": [check_release],
+    "gathered_gemm": [check_waits],
+    "reduce_received": [check_waits],
+    "wait_sources": [check_bounded, check_gives_up],
+    "rank_barrier": [check_bounded, check_gives_up],
+}

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import torch
-from expert_cases import ExpertCase, Host
+from expert_cases import ExpertCase
 from torch import Tensor
 from virtual_hosts import WrongResult
 from virtual_machine import Machine, PackageCopy
-from virtual_ranks import Schedule, Scheduler
 
 
 class AllToAlls:
@@ -55,49 +54,18 @@ class AllToAlls:
         return torch.stack([self._counts[number, r] for r in range(machine.world_size)])
 
 
-class SignalledHost(Host):
-    """The same calls by `expert_parallel/signalled.py`."""
-
-    def __init__(self, *about: object) -> None:
-        super().__init__(*about)
-        self.strategy = strategy_of(self.machine.package)
-        tile = self.plan.tile
-        self.plan = self.machine.package.problem.Plan(
-            "signalled", tile=tile, bands=self.case.bands, comm_sms=4
-        )
-
-
-def strategy_of(package: PackageCopy) -> ModuleType:
-    return importlib.import_module(f"{package.experts.__package__}.signalled")
-
-
 @dataclass(frozen=True)
 class BandCase(ExpertCase):
+    """By `expert_parallel/signalled.py`, with all-to-alls and counts of virtual ranks."""
+
     bands: int = 2
 
-    def run(self, package: PackageCopy, schedule: Schedule) -> Scheduler:
-        with _in_bands(package):
-            return super().run(package, schedule)
+    def within(self, machine: Machine) -> AbstractContextManager:
+        alls, (module, _) = AllToAlls(machine), self.strategy(machine.package)
+        return mock.patch.multiple(module, exchange=alls.exchange, all_counts=alls.all_counts)
 
-
-@contextmanager
-def _in_bands(package: PackageCopy) -> Iterator[None]:
-    """Calls of `Host` go to the strategy, and its all-to-alls and counts to the virtual ranks."""
-    strategy = strategy_of(package)
-    run, alls = Machine.run, []
-
-    def run_with(machine: Machine, *about: object) -> Scheduler:
-        alls.append(AllToAlls(machine))
-        return run(machine, *about)
-
-    # without the signature of a method
-    virtual = {
-        "exchange": lambda *given: alls[-1].exchange(*given),
-        "all_counts": lambda *given: alls[-1].all_counts(*given),
-    }
-    with (
-        mock.patch.multiple(strategy, **virtual),
-        mock.patch("expert_cases.Host", SignalledHost),
-        mock.patch.object(Machine, "run", run_with),
-    ):
-        yield
+    def strategy(self, package: PackageCopy) -> tuple[Any, Any]:
+        module = importlib.import_module(f"{package.experts.__package__}.signalled")
+        tile = self.tile(package)
+        plan = package.problem.Plan("signalled", tile=tile, bands=self.bands, comm_sms=4)
+        return module, plan

@@ -11,19 +11,12 @@ import _thread
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from memory_checker import AddressChecker
 
-
-class Turns(Protocol):
-    """Decides who runs next."""
-
-    def next(self) -> Strand | None:
-        """A strand that can run, or None when all have ended."""
-
-    def ended(self, strand: Strand) -> None:
-        """Told when a strand has run to its end."""
+if TYPE_CHECKING:
+    from virtual_ranks import Scheduler
 
 
 class _Abort(BaseException):
@@ -100,7 +93,7 @@ class Strand:
 class Relay:
     """From one strand to the next, until none is left or one fails."""
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: Scheduler) -> None:
         self.turns, self.over = turns, False
         self.aborted, self._finished = _closed(), _closed()
         self._failure: BaseException | None = None

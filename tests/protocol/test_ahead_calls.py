@@ -4,18 +4,12 @@ GPU.
 
 from __future__ import annotations
 
-import fake_driver
 import pytest
-import torch
-from compiled_apart import compiled_by
-
-from flux_megatron.versions.triton import TRITON
+from compiled_apart import NEEDS_OFFLINE_CALLS, compiled_by
 
 pytestmark = [
     pytest.mark.timeout(900),  # all is compiled, beside other tests
-    pytest.mark.skipif(not TRITON.since("3.6"), reason="this Triton has no Gluon for Hopper"),
-    pytest.mark.skipif(not fake_driver.compiler(), reason="no C compiler"),
-    pytest.mark.skipif(torch.version.cuda is not None, reason="this torch loads a driver itself"),
+    *NEEDS_OFFLINE_CALLS,
 ]
 
 

@@ -19,11 +19,6 @@ LAST = 2**31 - 1  # the int32 behind it is -2**31
 
 
 @triton.jit
-def _no_time(timeout_ns):
-    return tl.full((), 2**62, tl.int64)
-
-
-@triton.jit
 def _clock():
     return tl.full((), 2**62, tl.int64)
 

@@ -8,8 +8,6 @@ from virtual_machine import PackageCopy
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-import hopper_kernels
-
 from flux_megatron.kernels.descriptors import described, described_w
 
 
@@ -35,7 +33,7 @@ def test_blocks_of_w_lie_as_w_does(layout, block):
 def test_a_launch_without_triton_finds_descriptors_first():
     """`launch_expanded` pairs a kernel's first arguments with what Triton knows of descriptors."""
     package = PackageCopy()
-    for name, kernel in hopper_kernels.KERNELS.items():
+    for name, kernel in package.hopper_kernels.kernels.items():
         names = getattr(getattr(package, name), kernel).arg_names
         described = [one.endswith("_desc") for one in names]
         assert described == sorted(described, reverse=True), name

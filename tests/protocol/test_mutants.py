@@ -36,10 +36,6 @@ def test_mutant_is_caught(mutant, tmp_path):
     assert caught, f"no schedule notices: {mutant.name}"
 
 
-def test_names_are_unique():
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_unmutated_package_passes(package, case):
     for schedule in STANDARD:

@@ -34,4 +34,5 @@ def test_every_file_that_runs_in_a_call_has_mutants():
 
 
 def test_names_are_unique():
-    assert len({mutant.name for mutant in SOURCE_MUTANTS}) == len(SOURCE_MUTANTS)
+    names = [mutant.name for mutant in (*MUTANTS, *SOURCE_MUTANTS)]
+    assert len({*names}) == len(names)

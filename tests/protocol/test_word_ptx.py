@@ -79,32 +79,6 @@ def check_renewal(ptx: Ptx) -> None:
     ptx.require(FENCE, SEND, BARRIER, "not all threads have fenced: no CTA barrier")
 
 
-CHECKS = [check_words, check_spins, check_warps_agree, check_renewal]
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_the_order_of_words(compiled, check):
-    for kernel in compiled.values():
-        check(parsed(kernel["ptx"]))
-
-
-@pytest.mark.parametrize(
-    ("check", "found", "put", "reason"),
-    [
-        (check_words, SEND, "st.global.b64", "no word is sent"),
-        (check_words, RECEIVE, "ld.global.b64", "no word is received"),
-        (check_spins, r"mov\.u64 %rd\d+, %globaltimer", "", "without a clock"),
-        (check_spins, LOOK, "", "never gives up"),
-        (check_warps_agree, BARRIER, "", "without asking"),
-        (check_renewal, FENCE, "fence.acq_rel.gpu", "not fenced"),
-        (check_renewal, BARRIER, "", "no CTA barrier"),
-    ],
-)
-def test_each_instruction_is_needed(compiled, check, found, put, reason):
-    for kernel in named(compiled, "bfloat16").values():
-        check_needed(check, kernel["ptx"], found, reason, put)
-
-
 COUNTED = r"(atom|red)\.global\.sys\.release\.add"
 
 
@@ -112,31 +86,6 @@ def check_counted(ptx: Ptx) -> None:
     """A piece of the gathered rows is counted when all threads have stored it."""
     ptx.require_some(COUNTED, "no piece is counted")
     ptx.require(STORE, COUNTED, BARRIER, "only one thread's stores are ordered: no CTA barrier")
-
-
-ROWS = [check_counted, check_acquire, check_bounded, check_gives_up]
-
-
-@pytest.mark.parametrize("check", ROWS)
-def test_gathered_rows_are_there_before_they_are_multiplied(compiled, check):
-    for kernel in named(compiled, "ag_gemv").values():
-        check(parsed(kernel["ptx"]))
-
-
-@pytest.mark.parametrize(
-    ("check", "found", "reason"),
-    [
-        (check_counted, COUNTED, "no piece is counted"),
-        (check_counted, BARRIER, "no CTA barrier"),
-        (check_acquire, ACQUIRE, "no signal is acquired"),
-        (check_acquire, BARRIER, "no CTA barrier"),
-        (check_bounded, CLOCK, "without a clock"),
-        (check_gives_up, LOOK, "never gives up"),
-    ],
-)
-def test_each_instruction_of_the_gathered_rows_is_needed(compiled, check, found, reason):
-    for kernel in named(compiled, "ag_gemv", "bfloat16").values():
-        check_needed(check, kernel["ptx"], found, reason)
 
 
 PART = r"ld\.global\.cg"  # another CTA's sums
@@ -150,31 +99,51 @@ def check_parts(ptx: Ptx) -> None:
     ptx.require(COUNT, PART, BARRIER, "only one thread has acquired: no CTA barrier")
 
 
-def test_parts_of_k_are_there_before_they_are_added(compiled):
-    kernels = named(compiled, "parts")
-    assert {name.split()[0] for name in kernels} == {"gemv_ar", "gemv_rs", "ag_gemv"}
-    for kernel in kernels.values():
-        check_parts(parsed(kernel["ptx"]))
+# of all kernels; of rows that are gathered; of sums whose K is in parts
+ORDER = {
+    "": [check_words, check_spins, check_warps_agree, check_renewal],
+    "ag_gemv": [check_counted, check_acquire, check_bounded, check_gives_up],
+    "parts": [check_parts],
+}
+
+
+@pytest.mark.parametrize("kind", ORDER)
+def test_order_among_ranks_and_ctas(compiled, kind):
+    for kernel in named(compiled, *kind.split()).values():
+        for check in ORDER[kind]:
+            check(parsed(kernel["ptx"]))
+
+
+def test_all_kernels_have_parts_of_k(compiled):
+    kinds = {name.split()[0] for name in named(compiled, "parts")}
+    assert kinds == {"gemv_ar", "gemv_rs", "ag_gemv"}
 
 
 @pytest.mark.parametrize(
-    ("found", "put", "reason"),
+    ("kernels", "check", "found", "put", "reason"),
     [
-        (COUNT, "", "no part is counted"),
-        (PART, "ld.global.ca", "no part is loaded"),
-        (BARRIER, "", "no CTA barrier"),
+        ("bfloat16", check_words, SEND, "st.global.b64", "no word is sent"),
+        ("bfloat16", check_words, RECEIVE, "ld.global.b64", "no word is received"),
+        ("bfloat16", check_spins, r"mov\.u64 %rd\d+, %globaltimer", "", "without a clock"),
+        ("bfloat16", check_spins, LOOK, "", "never gives up"),
+        ("bfloat16", check_warps_agree, BARRIER, "", "without asking"),
+        ("bfloat16", check_renewal, FENCE, "fence.acq_rel.gpu", "not fenced"),
+        ("bfloat16", check_renewal, BARRIER, "", "no CTA barrier"),
+        ("ag_gemv bfloat16", check_counted, COUNTED, "", "no piece is counted"),
+        ("ag_gemv bfloat16", check_counted, BARRIER, "", "no CTA barrier"),
+        ("ag_gemv bfloat16", check_acquire, ACQUIRE, "", "no signal is acquired"),
+        ("ag_gemv bfloat16", check_acquire, BARRIER, "", "no CTA barrier"),
+        ("ag_gemv bfloat16", check_bounded, CLOCK, "", "without a clock"),
+        ("ag_gemv bfloat16", check_gives_up, LOOK, "", "never gives up"),
+        ("ag_gemv tma", check_acquire, r"fence\.proxy\.async;", "", "TMA loads are not fenced"),
+        ("parts", check_parts, COUNT, "", "no part is counted"),
+        ("parts", check_parts, PART, "ld.global.ca", "no part is loaded"),
+        ("parts", check_parts, BARRIER, "", "no CTA barrier"),
     ],
 )
-def test_each_instruction_of_the_parts_is_needed(compiled, found, put, reason):
-    for kernel in named(compiled, "parts").values():
-        check_needed(check_parts, kernel["ptx"], found, reason, put)
-
-
-def test_rows_loaded_by_tma_need_a_fence(compiled):
-    for kernel in named(compiled, "ag_gemv", "tma").values():
-        check_needed(
-            check_acquire, kernel["ptx"], r"fence\.proxy\.async;", "TMA loads are not fenced"
-        )
+def test_each_instruction_is_needed(compiled, kernels, check, found, put, reason):
+    for kernel in named(compiled, *kernels.split()).values():
+        check_needed(check, kernel["ptx"], found, reason, put)
 
 
 def test_copies_are_asynchronous_and_fit(compiled):

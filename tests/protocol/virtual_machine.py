@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial, partialmethod
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +36,7 @@ import flux_megatron
 SOURCE = Path(flux_megatron.__file__).parent
 _MODULES = (
     "errors", "problem", "symm.buffer", "symm.channel", "symm.copy_engine", "symm.cpu_backend",
-    "symm.lasting", "symm.places", "symm.signals", "symm.workspace", "symm.workspaces",
+    "symm.lasting", "symm.places", "symm.signals", "symm.workspace",
     "kernels.launch", "kernels.triton_launch", "kernels.descriptors", "kernels.primitives",
     "kernels.word_primitives", "kernels.hopper_primitives",
     "kernels.few_rows.gemv_ar", "kernels.few_rows.ag_gemv",
@@ -177,82 +177,48 @@ class _Agreement:
         return ""
 
 
-def _copy_stream(package: PackageCopy, machine: Machine):
-    """The package's CPU copy engine; every copy and signal is a step of the rank's copy stream."""
-    engine = package.cpu_backend.CpuCopyEngine()
+def _engine(package: PackageCopy, machine: Machine, name: str = "copy"):
+    """The package's CPU copy engine; every copy, signal and wait is a step of the stream of this
+    name, of the rank that runs.
+    """
+    engine, scheduler = package.cpu_backend.CpuCopyEngine(), lambda: machine.scheduler
 
-    class CopyStream(package.copy_engine.CopyEngine):
+    class StreamEngine(package.copy_engine.CopyEngine):
         def current(self) -> int:
-            return STREAMS.index(machine.scheduler.current_stream)
+            return STREAMS.index(scheduler().current_stream)
 
         def capture(self, stream: int) -> int:
-            return int(machine.scheduler.capturing)
+            return int(scheduler().capturing)
 
         def order(self, later: int, earlier: int) -> None:
-            machine.scheduler.order(STREAMS[later], STREAMS[earlier])
+            scheduler().order(STREAMS[later], STREAMS[earlier])
 
         def fork(self) -> None:
-            machine.scheduler.order("copy", machine.scheduler.current_stream)
+            scheduler().order(name, scheduler().current_stream)
 
         def join(self) -> None:
-            machine.scheduler.order(machine.scheduler.current_stream, "copy")
+            scheduler().order(scheduler().current_stream, name)
 
-        def copy(self, destination: int, source: int, size_bytes: int) -> None:
-            machine.scheduler.enqueue(
-                "copy", "push", lambda: engine.copy(destination, source, size_bytes)
-            )
+        def copy(self, *given: int) -> None:
+            scheduler().enqueue(name, "push", lambda: engine.copy(*given))
 
         def copy_rows(self, *given: int) -> None:
-            machine.scheduler.enqueue("copy", "push", lambda: engine.copy_rows(*given))
+            scheduler().enqueue(name, "push", lambda: engine.copy_rows(*given))
 
-        def copy_here(self, destination: int, source: int, size_bytes: int) -> None:
-            machine.scheduler.enqueue(
-                machine.scheduler.current_stream, "copy",
-                lambda: engine.copy(destination, source, size_bytes),
-            )  # fmt: skip
+        def copy_here(self, *given: int) -> None:
+            scheduler().enqueue(scheduler().current_stream, "copy", lambda: engine.copy(*given))
 
         def wait_count(self, counter: int, count: int) -> None:
-            cell = ctypes.c_int32.from_address(counter)
-            machine.scheduler.hold(
-                "copy", lambda: cell.value >= count, f"{count} tiles to be counted"
-            )
+            cell, reached = ctypes.c_int32.from_address(counter), package.signals.reached
+            scheduler().hold(name, lambda: reached(cell.value, count), f"a word to be {count}")
 
         def write(self, address: int, word: int) -> None:
-            machine.scheduler.enqueue("copy", "signal", lambda: engine.write(address, word))
+            scheduler().enqueue(name, "signal", lambda: engine.write(address, word))
 
         def stream(self) -> AbstractContextManager[None]:
-            return machine.scheduler.within("copy")
+            return scheduler().within(name)
 
-    return CopyStream()
-
-
-class _SideStream:
-    """One of these names, of whichever rank runs."""
-
-    def __init__(self, name: str, package: PackageCopy, machine: Machine) -> None:
-        self._name, self._machine, self._signals = name, machine, package.signals
-        self._engine = package.cpu_backend.CpuCopyEngine()
-
-    def fork(self) -> None:
-        self._machine.scheduler.order(self._name, self._machine.scheduler.current_stream)
-
-    def join(self) -> None:
-        self._machine.scheduler.order(self._machine.scheduler.current_stream, self._name)
-
-    def _step(self, name: str, *given: int) -> None:
-        step = partial(getattr(self._engine, name), *given)
-        self._machine.scheduler.enqueue(self._name, name, step)
-
-    copy, copy_rows = partialmethod(_step, "copy"), partialmethod(_step, "copy_rows")
-    write, signal = partialmethod(_step, "write"), partialmethod(_step, "signal")
-
-    def wait_count(self, counter: int, count: int) -> None:
-        cell = ctypes.c_int32.from_address(counter)
-        reached = partial(self._signals.reached, epoch=count)
-        self._machine.scheduler.hold(self._name, lambda: reached(cell.value), "a mailbox")
-
-    def stream(self) -> AbstractContextManager[None]:
-        return self._machine.scheduler.within(self._name)
+    return StreamEngine()
 
 
 class Machine:
@@ -277,10 +243,11 @@ class Machine:
         self._regions: list[Region] = []
         self.scheduler: Scheduler | None = None
         self.workspaces: list = []
+        self._flags, self._arriving = (_engine(package, self, n) for n in ("flags", "arrivals"))
         with self._replacing():
             for group in self._groups:
                 space = package.workspace.Workspace(group, torch.device("cpu"))
-                space.engine = _copy_stream(package, self)
+                space.engine = _engine(package, self)
                 for name in channels:
                     channel = package.channel.Channel(group, space.device, space._status, mailboxes)
                     channel.epoch, space.channels[name] = last_epoch, channel
@@ -294,10 +261,6 @@ class Machine:
         with self._replacing():
             self.scheduler.run([lambda rank=rank: host(rank) for rank in range(self.world_size)])
         return self.scheduler
-
-    def capture(self) -> AbstractContextManager[Graph]:
-        """What the calling host enqueues goes into a graph."""
-        return self.scheduler.capture()
 
     @contextmanager
     def _replacing(self) -> Iterator[None]:
@@ -324,11 +287,11 @@ class Machine:
             mock.patch.multiple(
                 p.stage,
                 communication_stream=self._communication_stream,
-                flag_stream=lambda device: _SideStream("flags", p, self),
+                flag_stream=lambda device: self._flags,
             ),
             mock.patch.multiple(
                 p.arrivals,
-                arrival_stream=lambda device: _SideStream("arrivals", p, self),
+                arrival_stream=lambda device: self._arriving,
                 capturing=lambda device: self.scheduler.capturing,
             ),
             mock.patch.object(p.channel.Channel, "expect"),
@@ -456,7 +419,7 @@ class Replays:
         if not self._captured or call % 3 == 0:
             return step()
         if self._graph is None:
-            with self._machine.capture() as self._graph:
+            with self._machine.scheduler.capture() as self._graph:
                 self._replayed = step()
         self._graph.replay()
         return self._replayed

@@ -161,7 +161,7 @@ class Scheduler:
                     strand.abort()
 
     def next(self) -> Strand | None:
-        """Who runs now; of a CTA, at its place in the grid."""
+        """Who runs now, or None when all have ended; of a CTA, at its place in the grid."""
         live = self._live()
         strand = next((strand for strand in self._in_turn(live) if strand.runnable), None)
         if strand is not None:
@@ -176,6 +176,7 @@ class Scheduler:
         return strand
 
     def ended(self, strand: Strand) -> None:
+        """Told when a strand has run to its end."""
         self._known_live = None
         if strand.cta is not strand:
             strand.cta.children.remove(strand)
