@@ -123,9 +123,7 @@ def test_collectives():
     [
         ("network.bandwidth_gbps", -1.0, "Input should be greater than 0, -1.0 given"),
         ("network.shape", [1], "[1] given, two nodes or more expected"),
-        ("step.dtype", "half", "Input should be 'float32' or 'bfloat16'"),
         ("model.tables", 100, "100 given, at least one for each of 128 nodes"),
-        ("model.width", "wide", "Input should be a valid integer"),
         ("step.global_batch", 65537, "65537 given, a multiple of 128"),
         ("network.bandwith_gbps", 1.0, "did you mean 'bandwidth_gbps'?"),
         ("cluster", {"nodes": 4}, "unknown key"),
@@ -143,9 +141,6 @@ def test_every_value_has_its_source(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(text.replace('  step.slices: "the default of our kernel"\n', ""))
     with pytest.raises(ExperimentError, match=r"step.slices: neither stated nor assumed"):
-        study.load(str(file))
-    file.write_text(text.replace("  step.slices: [1, 8, 64]", "  gpu.sms: [64]"))
-    with pytest.raises(ExperimentError, match="only what is assumed is swept"):
         study.load(str(file))
 
 
