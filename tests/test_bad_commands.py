@@ -187,7 +187,6 @@ ROWS = [
     (f"{TINY} --submit --local", "one of --dry-run, --submit and --local expected"),
     ("launch cpu/tiny --run-dir loop", "--run-dir", "loop: file exists; a folder"),
     (f"{TINY} --set training.steps=1000000000000000000000", "training.steps: ", "2147483647, 1000"),
-    ("launch cpu/tiny --run-dir folder", "folder exists and is not empty"),
     ("launch cpu/tiny --run-dir /proc/new", "--run-dir /proc/new: no such file"),
     ("launch node/small_h200 --run-dir new --local", "4 GPUs needed on this machine, 0 found"),
     (GPT, "--megatron-lm: none given, a checkout of core_v0.16.1 needed"),

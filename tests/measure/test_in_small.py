@@ -125,7 +125,6 @@ def test_a_new_number_of_tokens_in_every_micro_batch(tmp_path):
         assert row["ratio_median"] == pytest.approx(sum(ratios) / len(ratios), rel=0.01, abs=0.002)
         assert all(0 < row["host_ms_ours"][name] < max(last[1]) for name in ("median", "max"))
         assert row["compiled_after_5"] == 0  # interpreted
-        assert min(row[when]["host_mib"] for when in ("after_5", "at_end")) > 0
     # verified, twice the largest, then each micro-batch: 2 layers of 2 linears, both directions
     assert sum(new["calls"].values()) == 4 * (1 + 2 * 2 + 2 * 6)
     assert sum(repeated["calls"].values()) == 2 * 4 * (1 + 2 * 2 + 2 * 5)

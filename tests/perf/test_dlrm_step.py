@@ -10,9 +10,17 @@ import pytest
 from test_simulate import printed
 from without_torch import without_torch
 
-from flux_megatron.lab.perf import dlrm_step
-from flux_megatron.lab.perf.dlrm import Network, all_reduce_us, all_to_all_us
-from flux_megatron.lab.perf.dlrm_step import ARMS, Costs, Job, Prediction, serve
+from flux_megatron.lab.perf import dlrm
+from flux_megatron.lab.perf.dlrm import (
+    ARMS,
+    Costs,
+    Job,
+    Network,
+    Prediction,
+    all_reduce_us,
+    all_to_all_us,
+    serve,
+)
 from flux_megatron.lab.simulate import study
 from flux_megatron.lab.simulate.predictions import Alternative
 from flux_megatron.launch.errors import ExperimentError
@@ -66,7 +74,7 @@ def test_printed_figures_by_hand(shipped, monkeypatch):
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_parts_are_the_step(shipped, arm):
-    step = dlrm_step.predict(shipped.study, arm)
+    step = dlrm.predict(shipped.study, arm)
     assert sum(step.parts.values()) == pytest.approx(step.step_us)
     assert min(step.parts.values()) >= 0
 
@@ -86,7 +94,7 @@ def test_a_slow_network_is_the_whole_step(shipped):
     costs, layers = Costs(slow), slow.model.bottom_layers + slow.model.top_layers
     least = 2 * costs.exchange_us + layers * costs.sum_us(1)
     for arm in ARMS:
-        assert dlrm_step.predict(slow, arm).step_us > 0.99 * least
+        assert dlrm.predict(slow, arm).step_us > 0.99 * least
 
 
 def test_the_all_to_all_goes_before_sums_that_have_not_begun():
@@ -98,10 +106,10 @@ def test_the_all_to_all_goes_before_sums_that_have_not_begun():
 
 
 def test_collectives():
-    torus = Network("torus", 128, (16, 8), 25.0, 0.0)
+    torus = Network((16, 8), 25.0, 0.0)
     assert all_to_all_us(torus, 1e6) == pytest.approx(4 * 1e6 / 2 / 25e3)  # 16 / 4 hops, 2 links
     assert all_to_all_us(replace(torus, shape=(32, 4)), 1e6) == pytest.approx(160.0)
-    switch = Network("switch", 128, (128,), 25.0, 1.0)
+    switch = Network((128,), 25.0, 1.0)
     assert all_to_all_us(switch, 128e3) == pytest.approx(1.0 + 127e3 / 25e3)
     assert all_to_all_us(replace(switch, message_us=2.0), 128e3) == pytest.approx(255.0)
     # 15 of 16 of all, then 7 of 8 of a sixteenth, there and back over two links each
@@ -114,10 +122,8 @@ def test_collectives():
     ("key", "value", "words"),
     [
         ("network.bandwidth_gbps", -1.0, "Input should be greater than 0, -1.0 given"),
-        ("network.shape", [5], "[5] given, 128 nodes expected"),
-        ("network.kind", "ring", "Input should be 'torus' or 'switch'"),
+        ("network.shape", [1], "[1] given, two nodes or more expected"),
         ("model.tables", 100, "100 given, at least one for each of 128 nodes"),
-        ("model.width", "wide", "Input should be a valid integer"),
         ("step.global_batch", 65537, "65537 given, a multiple of 128"),
         ("network.bandwith_gbps", 1.0, "did you mean 'bandwidth_gbps'?"),
         ("cluster", {"nodes": 4}, "unknown key"),
@@ -135,9 +141,6 @@ def test_every_value_has_its_source(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(text.replace('  step.slices: "the default of our kernel"\n', ""))
     with pytest.raises(ExperimentError, match=r"step.slices: neither stated nor assumed"):
-        study.load(str(file))
-    file.write_text(text.replace("  step.slices: [1, 8, 64]", "  network.nodes: [64]"))
-    with pytest.raises(ExperimentError, match="only what is assumed is swept"):
         study.load(str(file))
 
 

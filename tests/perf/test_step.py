@@ -90,8 +90,6 @@ def test_buckets_are_those_of_megatron():
 def test_what_cannot_be_predicted():
     with pytest.raises(ValueError, match="a global batch of 2 is no micro-batch of 2 for each"):
         step.predict(with_(WORKLOAD, "training", global_batch=2))
-    with pytest.raises(ValueError, match="96 layers cannot be shared out"):
-        step.predict(with_(WORKLOAD, "parallel", pp=5))
 
 
 def test_the_bubble_is_p_minus_1_of_m():

@@ -41,13 +41,11 @@ class Run:
     def first(self) -> bool:
         return self.group.rank() == 0
 
-    def row(self, table: str, **values: object) -> dict:
-        """Append a row, with clocks as they are now; the row on every rank."""
-        about = asdict(provenance.with_clocks(self.about, self.device))
-        row = {"table": table, **values, "tp": self.group.size(), **about}
+    def row(self, table: str, **values: object) -> None:
+        """Append a row, with clocks as they are now."""
         if self.first and self.out is not None:
-            append(self.out, [row])
-        return row
+            about = asdict(provenance.with_clocks(self.about, self.device))
+            append(self.out, [{"table": table, **values, "tp": self.group.size(), **about}])
 
     def say(self, text: str) -> None:
         if self.first:

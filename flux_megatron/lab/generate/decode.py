@@ -90,7 +90,7 @@ class Decoder:
         self.logits = torch.zeros(rows, vocab, device=device)
 
     @torch.no_grad()
-    def prefill(self, prompts: list[list[int]], multiple: int = 1) -> Tensor:
+    def prefill(self, prompts: list[list[int]], multiple: int) -> None:
         """Read the prompts and decode the first `token`. Collective, as every step.
 
         The rows of a prompt are filled up to a multiple of `multiple`.
@@ -100,12 +100,10 @@ class Decoder:
         rows = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
         self._first.copy_(torch.tensor([[width - len(prompt)] for prompt in prompts]))
         self._slot.fill_(width)
-        self._steps = 0
         self._forward(torch.tensor(rows, device=self.token.device), self._all_slots[:width])
-        return self.token
 
     @torch.no_grad()
-    def step(self) -> Tensor:
+    def step(self) -> None:
         if self._graph is None and self._captures and self._steps >= EAGER_STEPS:
             self._graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
@@ -117,7 +115,6 @@ class Decoder:
         else:
             self._advance()
         self._steps += 1
-        return self.token
 
     def _advance(self) -> None:
         self._forward(self.token[:, None], self._slot)

@@ -15,16 +15,13 @@ the ratio is NCCL's time by ours. `--repeat` keeps one M.
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import triton
 import typer
 
@@ -44,35 +41,14 @@ SEED = 20261126
 
 
 class Kernels:
-    """Counts what Triton compiles, and what it loads from its cache instead, from now on."""
+    """Counts what Triton compiles, and does not load from its cache, from now on."""
 
     def __init__(self) -> None:
-        self.found: Counter[str] = Counter()
+        self.compiled = 0
         triton.knobs.compilation.listener = self._note
 
     def _note(self, *, cache_hit: bool, **_: object) -> None:
-        self.found["loaded" if cache_hit else "compiled"] += 1
-
-
-def census(run: Run, kernels: Kernels) -> dict[str, float]:
-    """What this process holds, the largest over the ranks. Collective."""
-    used = 0
-    if run.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(run.device)
-        used = total - free
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    mib = {
-        "device_mib": used, "host_mib": pages * os.sysconf("SC_PAGE_SIZE"),
-        "workspace_mib": report().workspace_bytes,
-    }  # fmt: skip
-    here = {name: size / 2**20 for name, size in mib.items()}
-    here["store_keys"] = dist.distributed_c10d._get_default_store().num_keys()
-    here |= {name: kernels.found[name] for name in ("compiled", "loaded")}
-    largest = run.slowest(torch.tensor([*map(float, here.values())])).tolist()
-    return {
-        name: round(value, 1) if name in mib else round(value)
-        for name, value in zip(here, largest, strict=True)
-    }
+        self.compiled += not cache_hit
 
 
 def sizes(run: Run, count: int, least: int, largest: int, repeat: bool) -> list[int]:
@@ -135,7 +111,7 @@ def measure(run: Run, case: str, count: int, repeat: bool, beside: bool) -> bool
         load = Load(run.group, run.device, longest_us=1e3 * longest_ms)
     found: list[torch.Tensor] = []  # [call, value]
     Ms = sizes(run, count, least, largest, repeat)
-    settled = census(run, kernels)
+    settled = 0
     for number, M in enumerate(Ms):
         if not run.time_left():
             break
@@ -144,23 +120,22 @@ def measure(run: Run, case: str, count: int, repeat: bool, beside: bool) -> bool
         turns = {name: timed(run, calls[name], layers, load) for name in order}
         found.append(run.slowest(torch.tensor([turns[name] for name in calls])))
         if number + 1 == SETTLED:
-            settled = census(run, kernels)
+            settled = kernels.compiled
     if len(found) < SETTLED:
         run.say(f"{case}: no row of {len(found)} micro-batches, at least {SETTLED} expected")
         return True
-    ending, totals = census(run, kernels), report()
+    late, totals = run.slowest(torch.tensor(kernels.compiled - settled)), report()
     row: dict[str, object] = {
         "case": kind, "model": model, "layers": layers, "repeat": repeat, "beside": beside,
         "micro_batches": len(found), **summary(torch.stack(found)),
-        "after_5": settled, "at_end": ending,
-        "compiled_after_5": ending["compiled"] - settled["compiled"],
+        "compiled_after_5": late.item(),
         "calls": {" ".join(key): n for key, n in sorted(totals.calls.items())},
         "fallbacks": {": ".join(key): n for key, n in sorted(totals.fallbacks.items())},
         "copies": {": ".join(key): n for key, n in sorted(totals.copies.items())},
         "M": Ms[: len(found)],
     }  # fmt: skip
     run.row("dynamic_rows", **row)
-    shown = ("ratio_median", "ratio_lowest", "host_ms_ours", "host_ms_nccl", "after_5", "at_end")
+    shown = ("ratio_median", "ratio_lowest", "host_ms_ours", "host_ms_nccl", "compiled_after_5")
     run.say(f"{case}, {len(found)} of {count}: { {name: row[name] for name in shown} }")
     return True
 

@@ -174,7 +174,7 @@ def measure(
     good = gpu_run.race_rows(
         run, "fp8_layers", calls, rounds, beside,
         bounds,
-        lambda one, _: {
+        lambda one: {
             **columns, "candidate": one, "differences": found.get(one), "host_us": host[one],
         },
     )  # fmt: skip

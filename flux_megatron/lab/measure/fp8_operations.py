@@ -268,7 +268,7 @@ def measure(
     run.say(case)
     return gpu_run.race_rows(
         run, "fp8_operations", calls, rounds, beside, bounds,
-        lambda name, _: {"case": case, "candidate": name, "plan": plans.get(name, "")},
+        lambda name: {"case": case, "candidate": name, "plan": plans.get(name, "")},
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from flux_megatron.lab.bench import provenance
 from flux_megatron.lab.bench.table_run import Run
 from flux_megatron.symm import cuda_memory, places
 from flux_megatron.symm.cuda_memory import SHARED_GPUS
-from flux_megatron.tuning.timing import Race, race
+from flux_megatron.tuning.timing import race
 
 COLLECTIVE_LIMIT_S = 120
 GRACE_S = 15  # behind the seconds that a script has
@@ -148,7 +148,7 @@ def fill_random(*tensors: Tensor) -> None:
 def race_rows(
     run: Run, table: str, calls: Calls, rounds: int, beside: bool,
     bounds: Callable[[str, Mapping[str, float]], tuple[float, float]],
-    columns: Callable[[str, Race], Mapping[str, object]],
+    columns: Callable[[str], Mapping[str, object]],
 ) -> bool:  # fmt: skip
     """A row and a line a call: us, and E, 0 and 1 at the two `bounds` of its name. Whether none
     failed.
@@ -159,7 +159,7 @@ def race_rows(
         serial, gemm = bounds(name, us)
         E = round((serial - us[name]) / (serial - gemm), 3)
         run.row(
-            table, **columns(name, result), beside=beside, median_us=round(us[name], 1), E=E,
+            table, **columns(name), beside=beside, median_us=round(us[name], 1), E=E,
             times_us=[round(one, 1) for one in result.times_us[name]],
         )  # fmt: skip
         run.say(f"  {name:20} {us[name]:.1f} us E {E}")

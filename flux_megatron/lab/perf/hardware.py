@@ -82,7 +82,7 @@ H200_LINK = Link("nvlink", 450.0)  # data sheet: NVLink 4, 900 GB/s in both dire
 PCIE_RING_SHARE = 0.5
 
 
-def _like_h200(
+def like_h200(
     name: str, sms: int, peaks: Mapping[str, float], memory_gbps: float, link: Link,
     *, flash: tuple[float, float] = (0.35, 0.3), hopper: bool = True, clock: float = 1.0,
 ) -> Hardware:  # fmt: skip
@@ -122,16 +122,16 @@ def _linked(hardware: Hardware, link: Link) -> Hardware:
 # The H100 has the SMs and links of the H200 with other memory: HBM3 of 3.35 TB/s instead of HBM3e
 # of 4.8 (NVIDIA H100 SXM data sheet). The H800 is an H100 whose NVLink has 400 of 900 GB/s (the
 # FLUX paper).
-H100 = _like_h200("H100", 132, PEAK_TFLOPS["H100"], 3350.0, H200_LINK)
-H800 = _like_h200("H800", 132, PEAK_TFLOPS["H800"], 3350.0, Link("nvlink", 200.0))
+H100 = like_h200("H100", 132, PEAK_TFLOPS["H100"], 3350.0, H200_LINK)
+H800 = like_h200("H800", 132, PEAK_TFLOPS["H800"], 3350.0, Link("nvlink", 200.0))
 
 # NVIDIA A100 SXM 80 GB and A100 80 GB PCIe data sheets. FlashAttention-2 on A100 (arXiv
 # 2307.08691): 50 to 73 % of the peak, backward the lower end.
 _A100: dict[str, Any] = {"flash": (0.6, 0.5), "hopper": False}
-A100 = _like_h200("A100", 108, PEAK_TFLOPS["A100"], 2039.0, Link("nvlink", 300.0), **_A100)
+A100 = like_h200("A100", 108, PEAK_TFLOPS["A100"], 2039.0, Link("nvlink", 300.0), **_A100)
 # The card has 300 instead of 400 W. 90 % of the SXM module is what NVIDIA announced in June 2020 of
 # the first A100 card, of 250 W.
-A100_PCIE = _like_h200(
+A100_PCIE = like_h200(
     "A100-PCIE", 108, PEAK_TFLOPS["A100"], 1935.0, Link("pcie", 32.0), **_A100, clock=0.9
 )
 

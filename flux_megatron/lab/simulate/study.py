@@ -14,9 +14,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from flux_megatron.config_files import flat, merge
-from flux_megatron.lab.perf import dlrm_step
-from flux_megatron.lab.perf.dlrm import Study, broken
-from flux_megatron.lab.perf.dlrm_step import ARMS, Arm, Prediction
+from flux_megatron.lab.perf import dlrm
+from flux_megatron.lab.perf.dlrm import ARMS, Arm, Prediction, Study
 from flux_megatron.lab.simulate import tables
 from flux_megatron.lab.simulate.predictions import Alternative
 from flux_megatron.launch import experiment, schema
@@ -58,7 +57,6 @@ def load(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> Study
     name, path = experiment.find(name_or_path)
     merged = Merged(path, overrides)
     tree = {key: value for key, value in merged.tree.items() if key != "program"}
-    merge(tree, {"model.name": path.stem})
     study, wrong = _built(tree)
     wrong += [*merged.wrong, *(one for one in merged.unexplained() if one[0] != "program")]
     if wrong or study is None:
@@ -68,11 +66,11 @@ def load(name_or_path: str, overrides: Mapping[str, Any] | None = None) -> Study
 
 def _built(tree: Tree) -> tuple[Study | None, list[Rule]]:
     study, wrong = schema.build(Study, tree)
-    return study, [*wrong, *(broken(study) if study else ())]
+    return study, [*wrong, *(dlrm.broken(study) if study else ())]
 
 
 def predict(study: Study, arms: Iterable[Arm] = ARMS) -> dict[Arm, Prediction]:
-    return {arm: dlrm_step.predict(study, arm) for arm in arms}
+    return {arm: dlrm.predict(study, arm) for arm in arms}
 
 
 def reduction(arms: Mapping[Arm, Prediction], arm: Arm) -> float:
@@ -97,10 +95,8 @@ def jointly(found: StudyFile) -> list[Alternative]:
 
 
 def changed(found: StudyFile, values: dict[str, Any]) -> Alternative:
-    """The arms with other values, by dotted keys; of one dimension a network is a switch."""
-    shape = values.get("network.shape")
-    kind = {"network.kind": "switch"} if isinstance(shape, list) and len(shape) == 1 else {}
-    study, wrong = _built(merge(dict(found.tree), {**values, **kind}))
+    """The arms with other values, by dotted keys."""
+    study, wrong = _built(merge(dict(found.tree), values))
     if study is None or wrong:
         return Alternative(values, {}, wrong[0][1])
     return Alternative(values, predict(study))

@@ -70,14 +70,11 @@ def measure(run: Run, case: Case, rounds: int) -> None:
         operations.verify(run, work.fill, ours, eager["library"])
         found = race(calls, group=run.group, device=run.device, rounds=rounds)
         us = {name: found.median_us(name) for name in found.times_us}
-        # the last one: in a graph, if there are any
-        library = [us[name] for name in us if name.startswith("library")][-1:]
         for name in us:
             rows.row(
                 "embedding_a2a", direction=direction, candidate=name,
                 **asdict(case), median_us=round(us[name], 1),
                 times_us=[round(t, 1) for t in found.times_us[name]],
-                speedup_over_library=round(library[0] / us[name], 3) if library else None,
             )  # fmt: skip
         shown = {name: round(one) for name, one in us.items()}
         run.say(f"{case} {direction}, us: {shown}, failed: {found.failures or 'none'}")
