@@ -145,7 +145,7 @@ def test_float64_falls_back_and_says_why(rank):
 def test_strict_mode_refuses_float64_and_nothing_else(rank):
     """Before the call, so no rank has begun it."""
     for pattern in PATTERNS:
-        begun = mock.patch.object(calls, "run", side_effect=KeyError)
+        begun = mock.patch.object(calls, "InFlight", side_effect=KeyError)
         said = f"^{pattern} cannot be overlapped: {NO_FLOAT64}$"
         with begun, pytest.raises(errors.FallbackRefused, match=said):
             check(Case(pattern, 6, 5, 7, dtype=torch.float64))
