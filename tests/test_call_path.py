@@ -24,7 +24,7 @@ from ranks import DEVICE, on_device, run_ranks
 import flux_megatron
 from flux_megatron.overlap import calls, collectives
 from flux_megatron.problem import Tile
-from flux_megatron.symm import cpu_backend
+from flux_megatron.symm import copies, cpu_backend
 from flux_megatron.symm.workspaces import workspaces
 
 PACKAGE = f"{Path(flux_megatron.__file__).parent}/"
@@ -102,7 +102,9 @@ def chains(rank: int, strategy: str, pattern: str, deeper: bool = False) -> list
         dist.barrier()
         return found - {()}
 
-    with mock.patch.object(calls, "is_watched", return_value=True):  # by Python, on GPUs too
+    # by Python, on GPUs too, and as where a process sees the GPUs of all ranks
+    by_python = mock.patch.object(calls, "is_watched", return_value=True)
+    with by_python, mock.patch.object(copies, "spare_sms", return_value=0):
         for _ in range(2):  # a region's views are made once
             call(x, w, dist.group.WORLD, plan=plan)
         repeated = followed()
