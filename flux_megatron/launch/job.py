@@ -74,11 +74,10 @@ class Job:
 
     def take_run(self) -> None:
         """Two jobs would write the same checkpoints: the later one ends."""
-        file = self.run / "job"
-        other = text(file, self.id)
-        if other != self.id and field("job", other, "JobState") == "RUNNING":
+        other = trained_by(self.run)
+        if other not in ("", self.id):
             fail(2, f"job {other} trains {self.run}: cancel it to go on with job {self.id}")
-        file.write_text(f"{self.id}\n")
+        (self.run / "job").write_text(f"{self.id}\n")
 
     def on_each_node(self, arm: str, *mode: str) -> List[str]:
         """Runs a mode of the arm's command.sh on every node, in the arm's container."""
@@ -229,6 +228,12 @@ def field(kind: str, name: str, key: str) -> str:
     """Of what Slurm knows; empty where it does not."""
     said = scontrol("--oneliner", "show", kind, name, check=False)
     return [*re.findall(rf" {key}=(\S*)", said), ""][0]
+
+
+def trained_by(run: Path) -> str:
+    """The job that trains a run; empty if none does."""
+    job = text(run / "job", "")
+    return job if job and field("job", job, "JobState") == "RUNNING" else ""
 
 
 def text(file: Path, missing: str) -> str:

@@ -14,6 +14,7 @@ from flux_megatron import config_files, machine, option_values
 from flux_megatron.launch import experiment, run_folder, scripts, site
 from flux_megatron.launch.errors import LaunchError
 from flux_megatron.launch.experiment import Experiment
+from flux_megatron.launch.job import trained_by
 from flux_megatron.launch.run_folder import Given
 from flux_megatron.launch.scripts import RunOptions
 from flux_megatron.launch.workload import Arm
@@ -64,6 +65,9 @@ class Prepared:
             raise LaunchError(
                 f"{run} exists and is not empty: --resume continues it, --run-dir names another"
             )
+        # a node of its job that starts again would read the files of two launches
+        if self.resume and shutil.which("scontrol") and (job := trained_by(run)):
+            raise LaunchError(f"job {job} trains {run}: cancel it to resume the run")
         with option_values.writing("--run-dir", run):
             for one, arms in self.files.items():
                 run_folder.write(run / one, self.experiment, self.given, arms)
