@@ -17,8 +17,10 @@ from races import FakeRace, agreed, defaults, measured, some_problem
 from ranks import DEVICE, here, on_device_ranks
 
 from flux_megatron import errors
+from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.overlap import calls, fused, library_gemm, registry
-from flux_megatron.problem import Pattern, Plan, Problem
+from flux_megatron.overlap.transfer import GATHER, SCATTER
+from flux_megatron.problem import Pattern, Plan, Problem, Tile
 from flux_megatron.symm.workspace import Workspace
 from flux_megatron.tuning import beside, plan_table, trial, tuner
 from flux_megatron.tuning.plan_entry import Entry
@@ -53,6 +55,20 @@ def test_clocks_that_differ_give_one_plan(rank):
     assert (entry.rounds, entry.untried) == (tuner.ROUNDS, 0)
     turns = [[""], [""], [""], ["sequential", "fused", "pipelined", tuner.AGAIN]]
     assert (tuner.race.turns, tuner.race.rounds) == (turns, [1, 1, 1, tuner.ROUNDS])
+
+
+@pytest.mark.parametrize(("M", "R"), [(513, 2), (3333, 4)])
+def test_a_trial_takes_memory_for_whole_tiles_of_a_shard(M, R, monkeypatch):
+    """Else a plan's first call grows its channel, where a rank that fails leaves the others."""
+    taken, tile, N = {}, Tile(128, 128), 264
+    monkeypatch.setattr(trial, "_reserve", lambda space, name, size, *_: taken.update({name: size}))
+    one = object.__new__(Trial)
+    one.problem, one._scaling = Problem(Pattern.GEMM_AR, M, N, 416, "bfloat16", R), None
+    one._x = torch.empty(1, dtype=torch.bfloat16)
+    one.reserve(SimpleNamespace(missing="no memory"))
+    rows = cdiv(M, R)
+    assert taken[SCATTER] >= R * tiles_of_shard(rows, N, tile) * tile.block_m * tile.block_n * 2
+    assert taken[GATHER] >= R * rows * N * 2
 
 
 @on_device_ranks(2, limit_s=20)

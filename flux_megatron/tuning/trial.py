@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.overlap import calls, low_latency, registry
 from flux_megatron.overlap.transfer import GATHER, SCATTER, WORDS
 from flux_megatron.problem import Plan, Problem
@@ -151,9 +152,9 @@ class Trial(AnyTrial[Entry]):
         if p.spec.gathers:
             _reserve(space, GATHER, p.M * p.K * self._x.element_size())
         else:
-            _reserve(space, GATHER, p.M * p.N * element)
-            whole = p.world_size * _whole_tiles(p.M_shard) * _whole_tiles(p.N)
-            _reserve(space, SCATTER, whole * element)
+            rows = _whole_tiles(cdiv(p.M, p.world_size))  # the last rank may have fewer
+            for channel in (GATHER, SCATTER):
+                _reserve(space, channel, p.world_size * rows * _whole_tiles(p.N) * element)
         words = space.missing is None and p.pattern in low_latency.BUILDERS
         if words and low_latency.supports(p) is None:
             _reserve(space, WORDS, low_latency.words_bytes(p), WordChannel)
