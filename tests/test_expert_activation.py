@@ -129,6 +129,12 @@ def test_nothing_is_written_behind_the_rows_that_came(monkeypatch):
     assert (y[:7] != 7.0).all()
 
 
+def test_rows_wider_than_a_block():
+    received = torch.tensor([[1, 1]], dtype=torch.int32, device=DEVICE)
+    x, dy = draw(3, 2 * 5000, dtype=torch.float32), draw(3, 5000, dtype=torch.float32)
+    check(lambda leaf: activation.gated(leaf, received.to(leaf.device), F.silu), [x], dy, 2)
+
+
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(0, 8), (1, 8), (300, 24), (3, 5000)], ids=str)

@@ -216,24 +216,29 @@ def exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def scontrol(*words: str, check: bool = True) -> str:
+def scontrol(*words: str, check: bool = True, stderr: Optional[int] = None) -> str:
     """What it says. It says itself why it fails."""
     return subprocess.run(
         ["scontrol", *words],
-        stdout=subprocess.PIPE, universal_newlines=True, check=check, preexec_fn=unblock,
+        stdout=subprocess.PIPE, stderr=stderr, universal_newlines=True, check=check,
+        preexec_fn=unblock,
     ).stdout  # fmt: skip
 
 
-def field(kind: str, name: str, key: str) -> str:
+def field(kind: str, name: str, key: str, stderr: Optional[int] = None) -> str:
     """Of what Slurm knows; empty where it does not."""
-    said = scontrol("--oneliner", "show", kind, name, check=False)
+    said = scontrol("--oneliner", "show", kind, name, check=False, stderr=stderr)
     return [*re.findall(rf" {key}=(\S*)", said), ""][0]
 
 
-def trained_by(run: Path) -> str:
-    """The job that trains a run; empty if none does."""
+def trained_by(run: Path, *waiting: str) -> str:
+    """The job that trains a run, or is `waiting` to go on, in one of these states; empty if there
+    is none.
+    """
     job = text(run / "job", "")
-    return job if job and field("job", job, "JobState") == "RUNNING" else ""
+    # Slurm forgets a job minutes after its end
+    state = job and field("job", job, "JobState", stderr=subprocess.DEVNULL)
+    return job if state in ("RUNNING", *waiting) else ""
 
 
 def text(file: Path, missing: str) -> str:

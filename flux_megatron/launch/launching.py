@@ -65,8 +65,9 @@ class Prepared:
             raise LaunchError(
                 f"{run} exists and is not empty: --resume continues it, --run-dir names another"
             )
-        # a node of its job that starts again would read the files of two launches
-        if self.resume and shutil.which("scontrol") and (job := trained_by(run)):
+        # its nodes would read the files of two launches when they start again
+        waiting = "PENDING", "CONFIGURING", "SUSPENDED"
+        if self.resume and shutil.which("scontrol") and (job := trained_by(run, *waiting)):
             raise LaunchError(f"job {job} trains {run}: cancel it to resume the run")
         with option_values.writing("--run-dir", run):
             for one, arms in self.files.items():

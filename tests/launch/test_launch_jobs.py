@@ -88,17 +88,19 @@ def test_resumed_launch_goes_on(slurm):
         assert (slurm.arm / "done").exists() is (steps == 20)
 
 
-def test_a_run_is_not_resumed_under_the_job_that_trains_it(slurm, monkeypatch):
+def test_a_run_is_not_resumed_under_the_job_that_trains_it(slurm, monkeypatch, capfd):
     """Its nodes read the run's files whenever they start again."""
     (slurm.run / "job").write_text("7\n")
     monkeypatch.setenv("PATH", slurm.environment()["PATH"])
     before = (slurm.run / "job.sbatch").read_text()
-    for state, code in (("RUNNING", 2), ("COMPLETED", 0)):
-        slurm.put("scontrol", f'[ "$4" != 7 ] || echo "JobId=7 JobState={state} Reason=None"')
+    for state, code in (("RUNNING", 2), ("PENDING", 2), ("COMPLETED", 0)):
+        known = f'echo "JobId=7 JobState={state} Reason=None"'
+        slurm.put("scontrol", f'[ "$4" != 7 ] || {known}; echo "Invalid job id" >&2')
         grown = "--resume", "--set", "training.steps=30"
         said = launch("cpu/tiny", "--run-dir", slurm.run, "--site", slurm.site, *grown, code=code)
         assert ("job 7 trains" in said) is (code == 2)
         assert ((slurm.run / "job.sbatch").read_text() == before) is (code == 2)
+    assert not capfd.readouterr().err, "Slurm forgets jobs"
 
 
 # --- command.sh of a node
