@@ -18,11 +18,12 @@ import sys
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import Dict, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
 
 EVENTS = {signal.SIGUSR1, signal.SIGCHLD}
 GRACE_S = 60  # for ranks that hang to write where they are
 DOCTOR_S = 600  # for all nodes, from before their containers start
+ANSWER_S = 60  # for Slurm to say what it knows of another job
 TIMED_OUT = 124  # of `timeout`
 
 
@@ -216,28 +217,31 @@ def exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def scontrol(*words: str, check: bool = True, stderr: Optional[int] = None) -> str:
+def scontrol(*words: str, check: bool = True, **how: Any) -> str:
     """What it says. It says itself why it fails."""
     return subprocess.run(
         ["scontrol", *words],
-        stdout=subprocess.PIPE, stderr=stderr, universal_newlines=True, check=check,
-        preexec_fn=unblock,
+        stdout=subprocess.PIPE, universal_newlines=True, check=check, preexec_fn=unblock, **how,
     ).stdout  # fmt: skip
 
 
-def field(kind: str, name: str, key: str, stderr: Optional[int] = None) -> str:
+def field(kind: str, name: str, key: str, **how: Any) -> str:
     """Of what Slurm knows; empty where it does not."""
-    said = scontrol("--oneliner", "show", kind, name, check=False, stderr=stderr)
+    said = scontrol("--oneliner", "show", kind, name, check=False, **how)
     return [*re.findall(rf" {key}=(\S*)", said), ""][0]
 
 
 def trained_by(run: Path, *waiting: str) -> str:
-    """The job that trains a run, or is `waiting` to go on, in one of these states; empty if there
-    is none.
+    """The job that trains a run, or is `waiting` to go on, in one of these states; empty if Slurm
+    knows none.
     """
     job = text(run / "job", "")
-    # Slurm forgets a job minutes after its end
-    state = job and field("job", job, "JobState", stderr=subprocess.DEVNULL)
+    if not job:
+        return ""
+    try:  # quietly: Slurm forgets a job minutes after its end
+        state = field("job", job, "JobState", stderr=subprocess.DEVNULL, timeout=ANSWER_S)
+    except subprocess.TimeoutExpired:
+        return ""
     return job if state in ("RUNNING", *waiting) else ""
 
 

@@ -16,7 +16,7 @@ import yaml
 from launched import launch
 from started import executable
 
-from flux_megatron.launch import scripts
+from flux_megatron.launch import job, scripts
 
 # torchrun, pretended: it tells its arguments, and starts one rank of its own
 PYTHON = """
@@ -101,6 +101,11 @@ def test_a_run_is_not_resumed_under_the_job_that_trains_it(slurm, monkeypatch, c
         assert ("job 7 trains" in said) is (code == 2)
         assert ((slurm.run / "job.sbatch").read_text() == before) is (code == 2)
     assert not capfd.readouterr().err, "Slurm forgets jobs"
+    monkeypatch.setattr(job, "ANSWER_S", 0.1)
+    slurm.put("scontrol", "exec sleep 20")
+    began = time.monotonic()
+    slurm.launch("--resume")
+    assert time.monotonic() - began < 10
 
 
 # --- command.sh of a node
