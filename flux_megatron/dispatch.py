@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Generic, NoReturn, TypeVar
+from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from flux_megatron.overlap.operands import (
     no_rows,
     refuse_forward_mode,
     refuse_wrapper,
+    rows_error,
 )
 from flux_megatron.overlap.report import note_call, note_fallback
 from flux_megatron.problem import Pattern, Plan, Problem
@@ -101,20 +102,26 @@ def decide(
     """Check the call, choose its plan, and confirm each new layer kind with the other ranks."""
     space = entered(group, x.device)
     # everything that the checks read; that operands are dense `overlap.operands` has seen to
-    key = (
-        pattern, layout, plan, *x.shape, x.dtype, x.device, *w.shape, w.dtype, w.device,
+    kind = (
+        pattern, layout, plan, x.shape[1:], x.dtype, x.device, w.shape, w.dtype, w.device,
         None if bias is None else (bias.shape, bias.dtype, bias.device),
         None if scaling is None else scaling.facts,
     )  # fmt: skip
-    decision = space.checked.get(key)
+    decision = space.checked.get((x.shape[:1], kind))
     if decision is None:
         with space.guard():  # measuring makes calls
-            if error := linear_error(
-                pattern, x, w, bias, space, layout, plan, registry.STRATEGIES[pattern], scaling
-            ):
+            known: Kind | None = space.kinds.get(kind)
+            if error := (
+                rows_error(pattern, x, space) if known else
+                linear_error(
+                    pattern, x, w, bias, space, layout, plan, registry.STRATEGIES[pattern], scaling
+                )
+            ):  # fmt: skip
                 refuse(f"{pattern}: {error}", space.group, x.device)
-            decision = _new_decision(pattern, x, w, layout, plan, space, scaling)
-        space.checked[key] = decision
+            if known is None:
+                known = space.kinds[kind] = _new_kind(pattern, x, w, layout, plan, space, scaling)
+            decision = _new_decision(known, len(x), plan, space)
+        space.checked[x.shape[:1], kind] = decision
     space.note(decision.description)
     return decision
 
@@ -137,8 +144,8 @@ def entered(group: ProcessGroup, device: torch.device) -> Workspace:
     space.check()  # before a question: a rank that has failed would not answer
     if space.settings is not (now := settings.get()):
         space.settings = now
-        space.checked.clear()
-        space.programs.clear()
+        for known in (space.kinds, space.checked, space.programs):
+            known.clear()
     return space
 
 
@@ -214,23 +221,41 @@ def guard(group: ProcessGroup, device: torch.device) -> Guard:
     return workspace(group, device).guard()
 
 
-def _new_decision(
+class Kind(NamedTuple):
+    """What calls have in common that differ in their rows alone: a problem of one of them, and the
+    table of plans.
+    """
+
+    problem: Problem
+    table: choice.PlanTable
+
+
+def _new_kind(
     pattern: Pattern, x: Tensor, w: Tensor, layout: str, plan: Plan | None, space: Workspace,
     scaling: Scaling | None,
-) -> Decision:  # fmt: skip
+) -> Kind:  # fmt: skip
     problem = _problem(pattern, x, w, space, layout, scaling)
+    _refuse_plan(problem, plan, space)
+    return Kind(problem, choice.agreed_table(problem, plan, space))
+
+
+def _refuse_plan(problem: Problem, plan: Plan | None, space: Workspace) -> None:
     if plan and (reason := registry.refusal(problem, plan.strategy, space.missing, plan)):
         error = f"{problem}: the plan {plan.dumps()} cannot run: {reason}"
         refuse(error, space.group, space.device)
-    table, fallback = choice.agreed_table(problem, plan, space), None
+
+
+def _new_decision(kind: Kind, rows: int, plan: Plan | None, space: Workspace) -> Decision:
+    problem, fallback = kind.problem.of_x_rows(rows), None
+    _refuse_plan(problem, plan, space)
     if plan is None:
-        plan, fallback = choice.choose(problem, table, space)
+        plan, fallback = choice.choose(problem, kind.table, space)
     if problem.wire and problem.world_size > 1 and plan.strategy != "hopper":
         why = f"{plan.strategy} sends no partial sums in e4m3, `hopper` alone does"
         warnings.warn(f"flux_megatron: FLUX_MEGATRON_FP8_WIRE=1: {why}", stacklevel=2)
     description = f"{problem} with {plan.dumps()}"
     strategy = registry.strategy(problem, plan.strategy)
-    return Decision(str(pattern), strategy, plan, space, fallback, description, problem)
+    return Decision(str(problem.pattern), strategy, plan, space, fallback, description, problem)
 
 
 def _problem(

@@ -87,6 +87,13 @@ class Problem:
         """Whether it is dgrad of a layer; the tuner times the layer's whole backward."""
         return self.layout == "nn"
 
+    def of_x_rows(self, rows: int) -> Problem:
+        """The same with so many rows of x on each rank, sooner than by `replace`."""
+        made = object.__new__(Problem)
+        M = rows * self.world_size if self.spec.gathers else rows
+        made.__dict__.update(self.__dict__, M=M)
+        return made
+
     @property
     def dual(self) -> Problem:
         """dgrad of the same layer, which reads the weight in its layout."""
@@ -200,7 +207,7 @@ class Plan:
         own = {name: getattr(self, name) for name in _own(self.strategy)}
         if "tile" in own:
             own["tile"] = vars(self.tile)  # `asdict` copies: 30 us more, at every new M
-        return json.dumps(own, sort_keys=True)
+        return _as_json(own)
 
     @staticmethod
     def loads(text: str) -> Plan:
@@ -208,6 +215,9 @@ class Plan:
         given = json.loads(text)
         tile, group_rows = given.pop("tile", {}), given.pop("group_rows", ())
         return Plan(**given, tile=Tile(**tile), group_rows=tuple(group_rows))
+
+
+_as_json = json.JSONEncoder(sort_keys=True).encode
 
 
 @cache

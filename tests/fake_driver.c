@@ -92,7 +92,7 @@ FAKE CUresult cuFuncGetParamInfo(CUfunction function, size_t index, size_t *offs
     *offset = 0, *size = index < 127 ? fake_sizes[(uintptr_t)function % FUNCTIONS][index] : 0;
     return *size ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
-// A descriptor begins with its address.
+// A descriptor is its address, then all that it was made of.
 FAKE CUresult cuTensorMapReplaceAddress(CUtensorMap *map, void *address) {
     memcpy(map, &address, 8);
     return 0;
@@ -102,7 +102,9 @@ FAKE CUresult cuTensorMapEncodeTiled(
     const cuuint64_t *shape, const cuuint64_t *strides, const cuuint32_t *box,
     const cuuint32_t *steps, CUtensorMapInterleave i, CUtensorMapSwizzle s,
     CUtensorMapL2promotion l2, CUtensorMapFloatOOBfill fill) {
-    memset(map, 0, sizeof *map);
+    uint64_t made[16] = {0, shape[0], shape[1], strides[0], box[0], box[1], steps[0], steps[1],
+                         type, rank, i, s, l2, fill};
+    memcpy(map, made, sizeof *map);
     return cuTensorMapReplaceAddress(map, address);
 }
 

@@ -103,6 +103,17 @@ def test_another_device_is_refused(rank):
     check(Case("ag_gemm", 3, 5, 6))
 
 
+@on_device_ranks(2)
+def test_rows_that_a_known_layer_kind_cannot_have_are_refused(rank):
+    for rows in (6, 8):
+        SCATTER(tensor(rows, 4), tensor(5, 4), dist.group.WORLD)
+    checked = workspaces.workspaces()[0].checked.values()
+    assert {one.problem.M for one in checked} == {6, 8}
+    divisible = "divisible by the group's 2 ranks expected"
+    assert_refused([([SCATTER], (tensor(7, 4), tensor(5, 4)), {}, "x [7, 4] float32", divisible)])
+    check(Case("gemm_rs", 3, 5, 4))
+
+
 def completed(call: Callable) -> None:
     call()
     if DEVICE == "cuda":

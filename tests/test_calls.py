@@ -4,6 +4,7 @@ its order, and whatever C leaves to Python. Real strategies are in `protocol/tes
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,13 +20,13 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from flux_megatron import settings
-from flux_megatron.kernels import native_launch, triton_launch
+from flux_megatron.kernels import descriptors, native_launch, triton_launch, triton_private
 from flux_megatron.overlap import by_c, calls, transfer
 from flux_megatron.overlap.calls import InFlight
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.scaling import Scaling
 from flux_megatron.symm import channel as channels
-from flux_megatron.symm.enqueue import MADE, TABLE, always
+from flux_megatron.symm.enqueue import MADE, TABLE, W, always
 from flux_megatron.symm.lru_cache import LRUCache
 from flux_megatron.symm.program import Builder, CallProgram
 from flux_megatron.symm.steps import Slot
@@ -343,7 +344,7 @@ def test_a_program_makes_no_more_tensors_than_there_are_registers_for(space):
     with pytest.raises(AssertionError, match="at most 7 tensors"):
         made.x.new_empty(1, 1)
     with pytest.raises(AssertionError, match="more than 7 tensors"):
-        by_c._Builder(made, space.engine, made.space.engine.current)._scratch(8)
+        by_c._Builder(made, space.engine)._scratch(8)
 
 
 @pytest.mark.parametrize("watched", [False, True])
@@ -368,13 +369,16 @@ def test_kernels_that_python_launches_get_epochs_of_32_bits(space, monkeypatch):
     assert -(2**31) in [one for one in given[0] if isinstance(one, int)]
 
 
-def test_no_lists_are_made_of_a_captured_call(space, monkeypatch):
-    by_kernel(*operands(0), "nt", PLAN, space)
+def test_a_captured_call_is_python_s(space, monkeypatch):
     monkeypatch.setattr(transfer, "rank_barrier", lambda call: None)
-    for region in space.channel._regions:
-        region.entries = 1
-    by_kernel(*operands(1), "nt", PLAN, space)
-    assert program(space).lists is None
+    by_kernel(*operands(0), "nt", PLAN, space)
+    for captured in (False, True):
+        for region in space.channel._regions:
+            region.entries = 1 if captured else None
+        space.engine._last = None  # a capture has another stream
+        streams(space)
+        by_kernel(*operands(1), "nt", PLAN, space)
+        assert (("launch", CALLERS) in streams(space)) == (not captured)
 
 
 def test_c_is_asked_before_the_first_function_of_torch(space):
@@ -555,7 +559,27 @@ def test_the_launch_says_what_it_cannot_be(space):
     compiled = Compiled()
     compiled.src = SimpleNamespace(signature={"x": "fp32"})
     with pytest.raises(native_launch.Unusable, match="stand_in takes x as fp32"):
-        native_launch.layout_of("stand_in", compiled, ["x"])
+        native_launch.layout_of("stand_in", compiled, ["x"], [None])
+
+
+@pytest.mark.parametrize("meta", [None, {}, {"swizzle": 2}, {"block_size": [32, 64]}])
+def test_descriptors_that_triton_makes_otherwise_are_left_to_it(space, meta, monkeypatch):
+    """`meta` is what Triton changes; it makes its own of its description all the same."""
+    slot = Slot(mock.Mock(), W, (64, 64), torch.bfloat16)
+    known = {"elem_type": 10, "elem_size": 2, "swizzle": 3, "block_size": [64, 64]}
+    made = native_launch.enqueue.native().descriptor(
+        struct.pack("7i", 2, 0, 9, 2, 3, 64, 64), 256, 512
+    )
+    monkeypatch.setattr(triton_private, "described", lambda *given: (made,))
+    monkeypatch.setattr(triton_private, "bytes_of", lambda one: one)
+    find = partial(
+        native_launch._descriptor, "stand_in", "x", given=descriptors.described(slot, 64, 64)
+    )
+    if meta == {}:
+        assert find(meta=known) == (9, 2, 3, 64, 64)
+        return
+    with pytest.raises(native_launch.Unusable, match=r"stand_in.* x (in pieces|in another way)"):
+        find(meta=meta and known | meta)
 
 
 def test_programs_differ_by_all_that_they_are_built_for(space):

@@ -5,6 +5,7 @@ enqueues is what Python's engine enqueues, in its order.
 from __future__ import annotations
 
 import ctypes
+import struct
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,15 +128,20 @@ def test_a_list_refuses_registers_and_places_that_a_run_has_not(driver):
     for register in (enqueue.TABLE + 2, -1):
         with pytest.raises(IndexError, match=f"register {register} given, 0 to 17 expected"):
             made.add([(enqueue.WRITE, enqueue.STREAM, (register, 0), always(1))])
-    kernel = (0, (1, 1, 1), 32, 0, bytes(12))
-    for places, patches, said in [
-        ((12,), (), "1 bytes at 12 given, 12 bytes"),
-        ((0,), ((1, 8, X),), "8 bytes at 8 given, 12 bytes"),
-        ((0,), ((2, 0, X),), "128 bytes at 0 given, 12 bytes"),
-        ((0,), ((0, 8, Operand(enqueue.TABLE + 2)),), "register 18 given"),
+    kernel = (0, (1, 1, 1), 32, 0, 12)
+    for how, at, value, error, said in [
+        (0, 12, 1, IndexError, "parameter 0 at 12 given"),
+        (1, 8, X, IndexError, "parameter 0 at 8 given"),
+        (2, 0, (*X, 1, 1), IndexError, "parameter 0 at 0 given"),
+        (3, 0, 1, IndexError, "parameter 0 at 0 given"),
+        (0, -1, 1, IndexError, "parameter 0 at -1 given"),
+        (0, 8, Operand(enqueue.TABLE + 2), IndexError, "register 18 given"),
+        (0, 8, None, TypeError, "None given"),
     ]:
-        with pytest.raises(IndexError, match=said):
-            made.launch(enqueue.STREAM, *kernel, places, patches)
+        with pytest.raises(error, match=said):
+            made.launch(enqueue.STREAM, *kernel, struct.pack("7i", how, at, *[0] * 5), [value])
+    with pytest.raises(ValueError, match="2 values given for 28 bytes"):
+        made.launch(enqueue.STREAM, *kernel, bytes(28), [1, 1])
     made = enqueue.native().List(0, 1)
     made.add([(enqueue.WRITE, enqueue.STREAM, X, always(1))])
     with pytest.raises(ValueError, match=r"4 registers, .* more than 4 and 8 bytes expected"):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flux_megatron.kernels.triton_private import Address
-from flux_megatron.symm.enqueue import Operand
+from flux_megatron.kernels.triton_private import MAP_BYTES, Address
 from flux_megatron.symm.steps import Slot
 
 
@@ -74,24 +73,20 @@ class Described(NamedTuple):
         return self.slot
 
     @property
-    def operand(self) -> Operand:
-        return self.slot.operand
+    def operand(self) -> tuple[int, ...]:
+        """As lists have it: that of the slot, and rows and columns."""
+        return *self.slot.operand, *self.slot.shape
 
     @property
     def block_shape(self) -> list[int]:
         return _list(*self.block)
 
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """All but the address."""
-        return self.slot.dtype, self.slot.shape, self.block
-
     def of(self, tensor: Tensor):
         return descriptor_of(tensor, self.block)
 
-    def at(self, address: int):
-        """Of a tensor like this one at an address."""
-        return _descriptor(Address(address, self.slot.dtype), self.slot.shape, self.block)
+    def like(self, *shape: int):
+        """Of another matrix of its type, at the address that descriptors in lists begin with."""
+        return _descriptor(Address(MAP_BYTES, self.slot.dtype), shape, self.block)
 
 
 def described(tensor: Tensor | Slot, *block: int):

@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from flux_megatron.kernels import triton_private
 from flux_megatron.symm import enqueue
 from flux_megatron.symm.enqueue import Operand
-from flux_megatron.symm.lru_cache import LRUCache
 
-_CODES = {"i32": "I", "u32": "I", "i64": "Q", "u64": "Q"}  # of struct
-_MAP = "128s"  # of a descriptor, which lies at a multiple of its size, as all do
-_SIZE_OF = {"I": 4, "Q": 8, _MAP: triton_private.MAP_BYTES}
-# how operands go into parameters, as in enqueue.c; constexprs are none
-_WORD, _ADDRESS, _DESCRIPTOR, _NONE = range(4)
-
-Arguments = tuple[Any, ...]
+_WORDS, _ADDRESSES = ("i32", "u32"), ("i64", "u64")
+# how values go into parameters, as in enqueue.c, and their bytes there; behind a descriptor, which
+# lies at a multiple of its size, are its sizes and strides
+_WORD, _ADDRESS, _DESCRIPTOR = range(3)
+_BYTES = {_WORD: [4], _ADDRESS: [8], _DESCRIPTOR: [triton_private.MAP_BYTES, 4, 4, 8, 8]}
+_NO_DESCRIPTOR = (0, 0, 0, 0, 0)
+_SCRATCH = ("i64", "scratch memory"), ("i64", "scratch memory of a profiler")
+_PLAIN = (int, Operand)
+_COMPARED = 256, 512  # rows and columns of a matrix
+_TYPES = {10: 9}  # the numbers of types in PTX are the driver's, but that of bfloat16
 
 
 class Unusable(Exception):
@@ -31,94 +34,74 @@ class Unusable(Exception):
 
 
 class Layout(NamedTuple):
-    """How a compiled kernel's parameters lie in memory: `places` of those that `packed` makes of
-    numbers and descriptors; how each of Triton's own goes there; what Triton has of descriptors.
+    """How a compiled kernel's parameters lie in so many bytes: `pick` takes those of Triton's that
+    are parameters, `parameters` are theirs and scratch memory's, as enqueue.c has them.
     """
 
-    packed: struct.Struct
-    places: tuple[int, ...]
-    ways: tuple[int, ...]
-    metas: tuple[Any, ...]
+    pick: Callable[[Sequence[Any]], tuple[Any, ...]]
+    size: int
+    parameters: bytes
 
 
-def layout_of(name: str, compiled: Any, names: Sequence[str]) -> Layout:
-    """`Unusable` where the driver knows others, or a launch is of another kind."""
+def layout_of(name: str, compiled: Any, names: Sequence[str], given: Sequence[Any]) -> Layout:
+    """Of a launch with these parameters. `Unusable` where the driver knows others, the launch is of
+    another kind, or Triton makes descriptors in another way.
+    """
     metadata = compiled.metadata
     if compiled.packed_metadata[1] != 1 or metadata.profile_scratch_size:
         raise Unusable(f"{name} needs a launch of another kind")
     if metadata.launch_cooperative_grid or metadata.launch_pdl:
         raise Unusable(f"{name} needs a launch of another kind")
-    kinds = tuple(compiled.src.signature[parameter] for parameter in names)
-    metas = tuple(getattr(metadata, "tensordesc_meta", None) or ())
-    codes: list[str] = []
-    ways: list[int] = []
-    for parameter, kind in zip(names, kinds, strict=True):
-        if kind.startswith("tensordesc"):
-            if ways.count(_DESCRIPTOR) == len(metas) or metas[ways.count(_DESCRIPTOR)] is None:
-                raise Unusable(f"{name} takes {parameter} in pieces")
-            codes += [_MAP, *"II", *"QQ"]  # of a matrix: sizes and strides
-            ways.append(_DESCRIPTOR)
-        elif kind.startswith("*") or kind in _CODES:
-            codes.append(_CODES.get(kind, "Q"))
-            ways.append(_ADDRESS if codes[-1] == "Q" else _WORD)
-        elif kind == "constexpr":
-            ways.append(_NONE)
-        else:
-            raise Unusable(f"{name} takes {parameter} as {kind}")
-    codes += "QQ"  # of scratch memory
-    sizes = [_SIZE_OF[code] for code in codes]
+    metas = iter(getattr(metadata, "tensordesc_meta", None) or ())
+    kinds = [compiled.src.signature[parameter] for parameter in names]
+    picked = [at for at, kind in enumerate(kinds) if kind != "constexpr"]
+    packed, sizes, end = b"", list[int](), 0
+    for kind, parameter in [*((kinds[at], names[at]) for at in picked), *_SCRATCH]:
+        how, numbers = _way(name, parameter, kind), _NO_DESCRIPTOR
+        if how == _DESCRIPTOR:
+            numbers = _descriptor(name, parameter, next(metas, None), given[names.index(parameter)])
+        at = end + -end % _BYTES[how][0]
+        packed += struct.pack("7i", how, at, *numbers)
+        sizes += _BYTES[how]
+        end = at + sum(_BYTES[how])
     if (known := enqueue.native().parameters(compiled.function)) != sizes:
         raise Unusable(f"{name}: parameters of {known} bytes, {sizes} expected")
-    spelled, places, end = "<", [], 0
-    for code, size in zip(codes, sizes, strict=True):
-        spelled += f"{-end % size}x{code}"
-        places.append(end + -end % size)
-        end = places[-1] + size
-    return Layout(struct.Struct(spelled), tuple(places), tuple(ways), metas)
+    return Layout(itemgetter(*picked), end, packed)
+
+
+def _way(name: str, parameter: str, kind: str) -> int:
+    if kind.startswith("tensordesc"):
+        return _DESCRIPTOR
+    if kind.startswith("*") or kind in _ADDRESSES:
+        return _ADDRESS
+    if kind in _WORDS:
+        return _WORD
+    raise Unusable(f"{name} takes {parameter} as {kind}")
+
+
+def _descriptor(name: str, parameter: str, meta: Any, given: Any) -> tuple[int, ...]:
+    """Type, bytes of an element, swizzle and block of a matrix's descriptor."""
+    if meta is None:
+        raise Unusable(f"{name} takes {parameter} in pieces")
+    kind = _TYPES.get(meta["elem_type"], meta["elem_type"])
+    numbers = kind, meta["elem_size"], meta["swizzle"], *meta["block_size"]
+    ours = enqueue.native().descriptor(struct.pack("7i", _DESCRIPTOR, 0, *numbers), *_COMPARED)
+    made = triton_private.described(given.like(*_COMPARED), meta)[0]
+    if ours != triton_private.bytes_of(made):
+        raise Unusable(f"{name}: this Triton makes the descriptor of {parameter} in another way")
+    return numbers
 
 
 def arguments(
     compiled: Any, layout: Layout, grid: tuple[int, ...], given: Sequence[Any],
-    address: Callable[[Operand], int], scratch: Operand | None,
-) -> Arguments:  # fmt: skip
+    scratch: Operand | None,
+) -> tuple[Any, ...]:  # fmt: skip
     """What `List.launch` takes behind the stream. `given` are the kernel's parameters, as a step
-    has them; `address` is that of an operand now.
+    has them.
     """
-    places, metas = layout.places, iter(layout.metas)
-    packed: list[Any] = []
-    patches: list[tuple[int, int, Operand]] = []
-    for way, value in zip(layout.ways, given, strict=True):
-        if way == _NONE:
-            continue
-        if type(value) is int:
-            packed.append(value % (1 << 32 if way == _WORD else 1 << 64))
-            continue
-        operand = value if type(value) is Operand else value.operand
-        patches.append((way, places[len(packed)], operand))
-        if way == _DESCRIPTOR:
-            packed += _described(value, next(metas), address(operand))
-        else:
-            packed.append(0)
-    if scratch is not None:
-        patches.append((_ADDRESS, places[len(packed)], scratch))
-    packed += [0, 0]
+    values = [one if type(one) in _PLAIN else one.operand for one in layout.pick(given)]
     warps, _, shared = compiled.packed_metadata[:3]
-    x, y, z = (*grid, 1, 1)[:3]
     return (
-        compiled.function, (x, y, z), 32 * warps, shared, layout.packed.pack(*packed), places,
-        tuple(patches),
+        compiled.function, (*grid, 1, 1)[:3], 32 * warps, shared, layout.size, layout.parameters,
+        [*values, scratch or 0, 0],
     )  # fmt: skip
-
-
-def _described(descriptor: Any, meta: Any, address: int) -> tuple[Any, ...]:
-    """The hardware's descriptor of a tensor at any address, and sizes and strides, as this Triton's
-    launcher makes them.
-    """
-    key = (*descriptor.kind, id(meta))  # a kernel that is compiled stays
-    if (found := _known.get(key)) is None:
-        made, *sizes = triton_private.described(descriptor.at(address), meta)
-        found = _known[key] = (triton_private.bytes_of(made), *sizes)
-    return found
-
-
-_known: LRUCache[tuple[Any, ...], tuple[Any, ...]] = LRUCache(4096)

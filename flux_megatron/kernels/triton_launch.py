@@ -212,11 +212,9 @@ class Launcher:
         hash_in_order(self._kernel)
         return self._device, self._kernel, self.code(tensors, numbers)
 
-    def native(
-        self, step: Launch, address: Callable[[Operand], int], scratch: Callable[[int], Operand]
-    ) -> native_launch.Arguments | None:
-        """The launch as a driver call, or None as long as its kernel is not compiled. `address` is
-        that of an operand now; `scratch` gives memory that each launch has anew.
+    def native(self, step: Launch, scratch: Callable[[int], Operand]) -> tuple[Any, ...] | None:
+        """The launch as a driver call, or None as long as its kernel is not compiled. `scratch`
+        gives memory that each launch has anew.
         """
         if self._device is None:
             self._device = _device_of(step.tensors)
@@ -229,9 +227,9 @@ class Launcher:
         given = (*step.tensors, *step.numbers, *self._fixed)
         if self._layout is None:
             names = self._kernel.arg_names
-            self._layout = native_launch.layout_of(self.name, self._compiled, names)
+            self._layout = native_launch.layout_of(self.name, self._compiled, names, given)
         return native_launch.arguments(
-            self._compiled, self._layout, step.grid, given, address, scratch(size) if size else None
+            self._compiled, self._layout, step.grid, given, scratch(size) if size else None
         )
 
 

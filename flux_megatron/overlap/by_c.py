@@ -42,16 +42,12 @@ class Lists(NamedTuple):
     launches: tuple[str, ...]
 
 
-def lists_of(
-    program: CallProgram, engine: CopyEngine, number: Callable[[Operand], int]
-) -> Lists | None:
-    """Of a program, kept in it; None where Python must make the call. `number` is what an operand
-    names in a call that has begun.
-    """
+def lists_of(program: CallProgram, engine: CopyEngine) -> Lists | None:
+    """Of a program, kept in it; None where Python must make the call."""
     if program.lists is None and program.attempts < _ATTEMPTS:
         program.attempts += 1
         try:
-            program.lists = _Builder(program, engine, number).lists()
+            program.lists = _Builder(program, engine).lists()
             program.forget_steps()
         except _NotCompiled as error:
             program.unlisted = str(error)
@@ -85,10 +81,8 @@ def of_torch_alone(program: CallProgram) -> Lists:
 
 
 class _Builder:
-    def __init__(
-        self, program: CallProgram, engine: CopyEngine, number: Callable[[Operand], int]
-    ) -> None:
-        self._program, self._number, self._engine = program, number, engine
+    def __init__(self, program: CallProgram, engine: CopyEngine) -> None:
+        self._program, self._engine = program, engine
         self._made, self._launches = [*program.made], list[str]()
         self._words = sum(one.words for one in program.channels)
 
@@ -122,7 +116,7 @@ class _Builder:
             assert isinstance(step, Launch), f"{step} in a list"
             made.add(moves)
             moves = []
-            arguments = step.launcher.native(step, self._number, self._scratch)
+            arguments = step.launcher.native(step, self._scratch)
             if arguments is None:
                 raise _NotCompiled(f"{step.launcher.name} is not compiled yet")
             made.launch(STREAM, *arguments)

@@ -94,6 +94,9 @@ class InFlight:
         self.calls: list[Call] = []
         self.works: list[Any] = []  # collectives that nobody has awaited (`overlap.collectives`)
         self._lists: Lists | None = program.lists
+        if self._lists is None and self.engine.runs_lists and not is_watched():
+            with active(space.device):
+                self._lists = by_c.lists_of(program, self.engine)
         try:
             if not self._begun_by_c():
                 with space.guard():
@@ -145,12 +148,9 @@ class InFlight:
         # who has made x may use another stream
         self.stream, self._elsewhere = self.engine.current(), True
         captured = any(call.region.entries is not None for call in self.calls)
-        self._make(program.made, captured)
-        self._lists = None
-        if not captured and self.engine.runs_lists and not is_watched():
-            self._lists = by_c.lists_of(program, self.engine, self.number)
-        if self._lists is not None:
-            self._make(self._lists.made[len(program.made) :])
+        if captured or is_watched():
+            self._lists = None
+        self._make(program.made if self._lists is None else self._lists.made, captured)
         if self._lists is None or not self._by_c(self._lists):
             self._lists = None
             self._by_python()

@@ -188,15 +188,22 @@ def linear_error(
     """The error in this rank's arguments, with the given and the expected value, or None."""
     if error := operands_error(x, w, 2, layout, plan, strategies, space, scaling):
         return error
-    if not len(x):
-        return f"x {described(x)} given, no empty dimension expected"
-    if pattern.spec.scatters and len(x) % space.world_size:
-        ranks = f"the group's {space.world_size} ranks"
-        return f"x {described(x)} given, rows divisible by {ranks} expected"
+    if error := rows_error(pattern, x, space):
+        return error
     dtype = fp8.result_dtype(x, scaling)
     outer = w.shape[0 if layout == "nt" else 1]
     if bias is not None and (bias.shape != (outer,) or bias.dtype != dtype):
         return f"bias {described(bias)} given, [{outer}] {dtype} expected"
     if bias is not None and bias.device != x.device:
         return f"bias {described(bias)} given, {x.device} expected"
+    return None
+
+
+def rows_error(pattern: Pattern, x: Tensor, space: Workspace) -> str | None:
+    """What of it depends on the rows of x alone."""
+    if not len(x):
+        return f"x {described(x)} given, no empty dimension expected"
+    if pattern.spec.scatters and len(x) % space.world_size:
+        ranks = f"the group's {space.world_size} ranks"
+        return f"x {described(x)} given, rows divisible by {ranks} expected"
     return None

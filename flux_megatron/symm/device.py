@@ -43,7 +43,7 @@ def active(device: torch.device) -> AbstractContextManager[object]:
     """`with active(device):` what is made or enqueued without naming a device is of this one,
     whatever the calling thread has used before.
     """
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return nullcontext() if is_active(device) else torch.cuda.device(device)
 
 
 def is_active(device: torch.device) -> bool:

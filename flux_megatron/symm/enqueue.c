@@ -10,18 +10,22 @@
 #define TABLE 16  // the first register of the table; those below change from call to call
 #define REGISTERS (TABLE + 512)
 #define PARAMETERS 96
+#define ALIGNED 128  // as descriptors lie in a kernel's parameters
 enum { RECORD, FOLLOW, COPY, COPY_ROWS, WRITE, WAIT, LAUNCH, KINDS };
 #define BATCH 64  // signals and waits in one call to the driver
-enum { AS_WORD, AS_ADDRESS, AS_MAP };  // how a register goes into a kernel's parameters
+enum { AS_WORD, AS_ADDRESS, AS_MAP };  // how a value goes into a kernel's parameters
+static const size_t SIZES[] = {4, 8, 152};  // of each; behind a descriptor are sizes and strides
 
 typedef struct { int from; uint64_t add; } Value;  // registers[from] + add
 typedef struct { int how; size_t at; Value value; } Patch;
+// How one goes into a kernel's parameters, and where; the rest is of descriptors.
+typedef struct { int how, at, type, itemsize, swizzle, block_rows, block_columns; } Parameter;
 typedef struct {
     CUfunction function;
     CUlaunchConfig config;
     unsigned char *memory;  // the parameters; aligned as descriptors need it
     void *parameters[PARAMETERS];
-    int patch_count;
+    int count, patch_count;
     Patch patches[PARAMETERS];
 } Kernel;
 typedef struct { int kind; Value stream, a, b, c, rows, pitch; Kernel *kernel; } Operation;
@@ -40,8 +44,8 @@ typedef struct {
 #define FUNCTIONS(use) \
     use(cuEventRecord) use(cuStreamWaitEvent) use(cuMemcpyDtoDAsync) use(cuMemcpy2DAsync) \
     use(cuStreamWriteValue32) use(cuStreamWaitValue32) use(cuStreamBatchMemOp) use(cuLaunchKernelEx) \
-    use(cuTensorMapReplaceAddress) use(cuStreamIsCapturing) use(cuFuncGetParamInfo) \
-    use(cuDevicePrimaryCtxRetain) use(cuCtxGetCurrent) use(cuCtxSetCurrent)
+    use(cuTensorMapEncodeTiled) use(cuTensorMapReplaceAddress) use(cuStreamIsCapturing) \
+    use(cuFuncGetParamInfo) use(cuDevicePrimaryCtxRetain) use(cuCtxGetCurrent) use(cuCtxSetCurrent)
 #define DECLARE(name) static __typeof__(&name) p_##name;
 FUNCTIONS(DECLARE)
 static const char *const NAMES[KINDS] = {
@@ -221,52 +225,88 @@ static PyObject *List_add(PyObject *self, PyObject *operations) {
     Py_RETURN_NONE;
 }
 
-// the place of so many bytes in a kernel's parameters, or 0 and an IndexError
-static size_t within(PyObject *place, size_t bytes, Py_ssize_t size) {
-    size_t at = PyLong_AsSize_t(place);
-    if (!PyErr_Occurred() && at + bytes <= (size_t)size) return at;
-    PyErr_Format(PyExc_IndexError, "%zu bytes at %S given, %zd bytes of parameters expected", bytes,
-                 place, size);
-    return 0;
+// A number now, or an operand in each run.
+static int put_number(List *list, Kernel *kernel, const Parameter *to, PyObject *value) {
+    unsigned char *at = kernel->memory + to->at;
+    kernel->parameters[kernel->count++] = at;
+    if (PyLong_Check(value)) {
+        uint64_t number = PyLong_AsUnsignedLongLongMask(value);
+        memcpy(at, &number, SIZES[to->how]);
+        return !PyErr_Occurred();
+    }
+    Patch *patch = &kernel->patches[kernel->patch_count++];
+    patch->how = to->how, patch->at = to->at;
+    if (!PyTuple_Check(value)) return PyErr_Format(PyExc_TypeError, "%R given", value), 0;
+    return PyArg_ParseTuple(value, "iK", INTO(patch->value)) && known(list, patch->value);
 }
 
-// launch(stream, function, grid, threads, shared, memory, places, patches): see `Kernel`
+// The TMA descriptor of a matrix, as Triton makes it. A run puts the address in.
+static CUresult describe(CUtensorMap *map, const Parameter *as, uint64_t rows, uint64_t columns) {
+    const cuuint64_t sizes[] = {columns, rows}, pitch[] = {columns * as->itemsize};
+    const cuuint32_t block[] = {as->block_columns, as->block_rows}, steps[] = {1, 1};
+    return p_cuTensorMapEncodeTiled(
+        map, as->type, 2, (void *)ALIGNED, sizes, pitch, block, steps,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, as->swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+// A matrix is an operand with its rows and columns.
+static int put_matrix(List *list, Kernel *kernel, const Parameter *to, PyObject *value) {
+    unsigned char *at = kernel->memory + to->at;
+    Patch *patch = &kernel->patches[kernel->patch_count++];
+    patch->how = to->how, patch->at = to->at;
+    unsigned long long rows, columns;
+    if (!PyTuple_Check(value)) return PyErr_Format(PyExc_TypeError, "%R given", value), 0;
+    if (!PyArg_ParseTuple(value, "iKKK", INTO(patch->value), &rows, &columns)) return 0;
+    struct { uint32_t sizes[2]; uint64_t strides[2]; } behind = {{rows, columns}, {columns, 1}};
+    memcpy(at + sizeof(CUtensorMap), &behind, sizeof behind);
+    static const size_t places[] = {0, 128, 132, 136, 144};
+    for (int i = 0; i < 5; i++) kernel->parameters[kernel->count++] = at + places[i];
+    CUresult code = describe((CUtensorMap *)at, to, rows, columns);
+    if (code) PyErr_Format(PyExc_RuntimeError, "cuTensorMapEncodeTiled failed: %d", (int)code);
+    return !code && known(list, patch->value);
+}
+
+// launch(stream, function, grid, threads, shared, size, parameters, values): a kernel with so many
+// bytes of parameters, which lie as an array of `Parameter` says; a value for each
 static PyObject *List_launch(PyObject *self, PyObject *arguments) {
     Value stream;
     unsigned long long function;
     CUlaunchConfig config = {.blockDimY = 1, .blockDimZ = 1};
-    Py_buffer memory;
-    PyObject *places, *patches;
-    if (!PyArg_ParseTuple(arguments, VALUE "K(III)IIy*O!O!", INTO(stream), &function,
+    Py_ssize_t size, bytes;
+    const char *given;
+    PyObject *values;
+    if (!PyArg_ParseTuple(arguments, VALUE "K(III)IIny#O!", INTO(stream), &function,
                           &config.gridDimX, &config.gridDimY, &config.gridDimZ, &config.blockDimX,
-                          &config.sharedMemBytes, &memory, &PyTuple_Type, &places, &PyTuple_Type,
-                          &patches)) return NULL;
+                          &config.sharedMemBytes, &size, &given, &bytes, &PyList_Type, &values))
+        return NULL;
+    Py_ssize_t count = PyList_GET_SIZE(values);
+    if (count * (Py_ssize_t)sizeof(Parameter) != bytes)
+        return PyErr_Format(PyExc_ValueError, "%zd values given for %zd bytes of parameters", count,
+                            bytes);
     Kernel *kernel = PyMem_Calloc(1, sizeof *kernel);
-    void *block = NULL;
-    Operation *one = NULL;
-    Py_ssize_t count = PyTuple_GET_SIZE(places), patched = PyTuple_GET_SIZE(patches);
-    if (count > PARAMETERS || patched > PARAMETERS) {
-        PyErr_Format(PyExc_ValueError, "%zd parameters given", count);
-    } else if (kernel && !posix_memalign(&block, 128, memory.len + 1) && (one = more((List *)self))) {
-        kernel->function = (CUfunction)(uintptr_t)function;
-        kernel->config = config;
-        kernel->memory = memcpy(block, memory.buf, memory.len);
-        for (Py_ssize_t i = 0; i < count; i++)
-            kernel->parameters[i] =
-                kernel->memory + within(PyTuple_GET_ITEM(places, i), 1, memory.len);
-        for (Py_ssize_t i = 0; i < patched && !PyErr_Occurred(); i++) {
-            Patch *to = &kernel->patches[kernel->patch_count++];
-            PyObject *at;
-            if (!PyArg_ParseTuple(PyTuple_GET_ITEM(patches, i), "iO" VALUE, &to->how, &at,
-                                  INTO(to->value)) || !known((List *)self, to->value)) break;
-            to->at = within(at, to->how == AS_MAP ? sizeof(CUtensorMap) : to->how == AS_WORD ? 4 : 8,
-                            memory.len);
-        }
-        known((List *)self, stream);
-        one->kind = LAUNCH, one->stream = stream, one->kernel = kernel;
-    } else PyErr_NoMemory();
-    PyBuffer_Release(&memory);
-    if (PyErr_Occurred()) return NULL;  // the list is given up by who was building it
+    void *memory = NULL;
+    if (!kernel || posix_memalign(&memory, ALIGNED, size + 1)) {
+        PyMem_Free(kernel);
+        return PyErr_NoMemory();
+    }
+    kernel->function = (CUfunction)(uintptr_t)function;
+    kernel->config = config;
+    kernel->memory = memset(memory, 0, size);
+    Operation *one = more((List *)self);
+    if (!one || !known((List *)self, stream)) return NULL;  // its builder gives the list up
+    one->kind = LAUNCH, one->stream = stream, one->kernel = kernel;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Parameter to;
+        memcpy(&to, given + i * sizeof to, sizeof to);
+        if (to.how < 0 || to.how > AS_MAP || to.at < 0 || kernel->count + 5 > PARAMETERS ||
+            to.at + SIZES[to.how] > (size_t)size)
+            return PyErr_Format(PyExc_IndexError, "parameter %zd at %d given, at most %d of %zd "
+                                "bytes expected", i, to.at, PARAMETERS, size);
+        PyObject *value = PyList_GET_ITEM(values, i);
+        if (!(to.how == AS_MAP ? put_matrix : put_number)((List *)self, kernel, &to, value))
+            return NULL;
+    }
     Py_RETURN_NONE;
 }
 
@@ -335,8 +375,23 @@ static PyObject *parameters(PyObject *self, PyObject *arguments) {
     return sizes;
 }
 
+// descriptor(parameter, rows, columns): the bytes of one as lists have it, at the address ALIGNED
+static PyObject *descriptor(PyObject *self, PyObject *arguments) {
+    const char *given;
+    Py_ssize_t size;
+    unsigned long long rows, columns;
+    Parameter as;
+    CUtensorMap map;
+    if (!PyArg_ParseTuple(arguments, "y#KK", &given, &size, &rows, &columns)) return NULL;
+    if (size != sizeof as) return PyErr_Format(PyExc_ValueError, "%zd bytes given", size);
+    CUresult code = describe(&map, memcpy(&as, given, sizeof as), rows, columns);
+    if (code) return PyErr_Format(PyExc_RuntimeError, "cuTensorMapEncodeTiled failed: %d", code);
+    return PyBytes_FromStringAndSize((const char *)&map, sizeof map);
+}
+
 static PyMethodDef functions[] = {
-    {"bind", bind, METH_VARARGS, NULL}, {"parameters", parameters, METH_VARARGS, NULL}, {NULL}};
+    {"bind", bind, METH_VARARGS, NULL}, {"parameters", parameters, METH_VARARGS, NULL},
+    {"descriptor", descriptor, METH_VARARGS, NULL}, {NULL}};
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "flux_megatron_enqueue", NULL, -1, functions};
 

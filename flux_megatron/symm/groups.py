@@ -107,7 +107,7 @@ def timeout_s(group: ProcessGroup) -> float:
     if (given := settings.get().timeout_s) is not None:
         return given
     group = unwrapped(group)
-    options = (group._get_backend(device).options for device in group._device_types)
-    known = (one._timeout for one in options if one is not None)  # `fake` has none
+    options = [group._get_backend(device).options for device in group._device_types]
+    known = [one._timeout for one in options if one is not None]  # `fake` has none
     own = min(known, default=dist.constants.default_pg_timeout)
     return min(SHARE * own.total_seconds(), settings.LONGEST_S)

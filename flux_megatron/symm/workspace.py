@@ -57,6 +57,7 @@ class Workspace:
         # what all ranks have agreed on: plan tables of layer kinds, strategies of other calls
         self.agreed: dict[Hashable, Any] = {}
         # decisions, by all that a rank checks of a call
+        self.kinds: LRUCache[Hashable, Any] = LRUCache(SHAPES)  # of calls, of `dispatch`
         self.checked: LRUCache[Hashable, Any] = LRUCache(SHAPES)
         self.programs: LRUCache[Hashable, Any] = LRUCache(SHAPES)  # of `overlap.calls`
         # what a strategy needs for all its calls, by its name; it is `open` while one is
@@ -249,7 +250,9 @@ class Workspace:
         """Give back all memory. Nothing of a call is enqueued any more."""
         for one in self.holders():
             one.close()
-        for known in (self.channels, self.kept, self.agreed, self.checked, self.programs):
+        for known in (
+            self.channels, self.kept, self.agreed, self.kinds, self.checked, self.programs
+        ):  # fmt: skip
             known.clear()
 
     @property

@@ -7,7 +7,7 @@ makes it short enough.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.problem import Tile
@@ -24,8 +24,7 @@ LOW_PART_K_TILES = 24
 PARTS_MAX = 4  # of a tile: each more costs 128 KiB written and read
 
 
-@dataclass(frozen=True)
-class SplitK:
+class SplitK(NamedTuple):
     """The tiles of the last wave are split into `parts` parts each."""
 
     tiles: int
@@ -35,11 +34,6 @@ class SplitK:
     @property
     def split_tiles(self) -> int:
         return self.tiles % self.sms if self.parts > 1 else 0
-
-    @property
-    def rounds(self) -> int:
-        """Of parts, one an SM at a time."""
-        return cdiv(self.split_tiles * self.parts, self.sms)
 
     @property
     def first_part(self) -> int:
@@ -62,9 +56,11 @@ class SplitK:
 
     def waves(self, k_tiles: int, part_k_tiles: int) -> float:
         """How long the last CTA works, in tiles of `k_tiles` k-tiles; a part costs some more."""
+        whole, rest = divmod(self.tiles, self.sms)
         if self.parts == 1:
-            return cdiv(self.tiles, self.sms)
-        return self.tiles // self.sms + self.rounds * (1 / self.parts + part_k_tiles / k_tiles)
+            return whole + (rest > 0)
+        rounds = cdiv(rest * self.parts, self.sms)  # of parts, one an SM at a time
+        return whole + rounds * (1 / self.parts + part_k_tiles / k_tiles)
 
     def cuts(self, k_tiles: int) -> tuple[int, ...]:
         """Where parts 1, 2, ... of a tile begin, for PARTS_MAX of them."""
@@ -87,8 +83,13 @@ def is_ragged(M_shard: int, world_size: int, tile: Tile) -> bool:
 
 def split_last_wave(tiles: int, k_tiles: int, sms: int, tile: Tile) -> SplitK:
     """The shortest, with as few parts as do."""
+    shortest, rest = SplitK(tiles, sms), tiles % sms
+    if not rest:
+        return shortest
     part_k_tiles = LOW_PART_K_TILES if tile.block_m < 128 else PART_K_TILES
-    most = max(1, min(PARTS_MAX, k_tiles // K_TILES_MIN))
-    splits = [SplitK(tiles, sms, parts) for parts in range(1, most + 1)]
-    few = [one for one in splits if one.rounds <= ROUNDS_MAX]
-    return min(few, key=lambda one: (one.waves(k_tiles, part_k_tiles), one.partials))
+    least = shortest.waves(k_tiles, part_k_tiles)
+    for parts in range(2, min(PARTS_MAX, k_tiles // K_TILES_MIN, ROUNDS_MAX * sms // rest) + 1):
+        split = SplitK(tiles, sms, parts)
+        if (waves := split.waves(k_tiles, part_k_tiles)) < least:
+            shortest, least = split, waves
+    return shortest
