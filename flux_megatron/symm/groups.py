@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -23,6 +24,8 @@ SHARE = 0.8
 _names: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
 _named: WeakValueDictionary[str, ProcessGroup] = WeakValueDictionary()
 _numbers = itertools.count()
+# of the backends of groups, which have their timeouts: every call of new rows asks
+_options: WeakKeyDictionary[ProcessGroup, list[Any]] = WeakKeyDictionary()
 
 
 def unwrapped(group: ProcessGroup) -> ProcessGroup:
@@ -107,7 +110,8 @@ def timeout_s(group: ProcessGroup) -> float:
     if (given := settings.get().timeout_s) is not None:
         return given
     group = unwrapped(group)
-    options = [group._get_backend(device).options for device in group._device_types]
-    known = [one._timeout for one in options if one is not None]  # `fake` has none
-    own = min(known, default=dist.constants.default_pg_timeout)
+    if (options := _options.get(group)) is None:
+        found = [group._get_backend(device).options for device in group._device_types]
+        options = _options[group] = [one for one in found if one is not None]  # `fake` has none
+    own = min([one._timeout for one in options], default=dist.constants.default_pg_timeout)
     return min(SHARE * own.total_seconds(), settings.LONGEST_S)

@@ -64,7 +64,8 @@ class SplitK(NamedTuple):
 
     def cuts(self, k_tiles: int) -> tuple[int, ...]:
         """Where parts 1, 2, ... of a tile begin, for PARTS_MAX of them."""
-        return tuple(k_tiles * min(i, self.parts) // self.parts for i in range(1, PARTS_MAX))
+        parts = self.parts
+        return tuple([k_tiles * min(i, parts) // parts for i in range(1, PARTS_MAX)])
 
 
 def chunk_count(world_size: int, k_tiles: int) -> int:
