@@ -110,7 +110,9 @@ def decide(
     decision = space.checked.get((x.shape[:1], kind))
     if decision is None:
         with space.guard():  # measuring makes calls
-            known: Kind | None = space.kinds.get(kind)
+            # blockwise scales are of rows
+            blockwise = scaling is not None and scaling.blockwise
+            known: Kind | None = None if blockwise else space.kinds.get(kind)
             if error := (
                 rows_error(pattern, x, space) if known else
                 linear_error(
@@ -135,7 +137,7 @@ def decide_sum(
         scaling = scaling._replace(wire=True)
     decision = decide(pattern, x, w, None, group, layout, plan, scaling)
     decision.report_fallback()
-    return decision, dense(scaling)
+    return decision, dense(scaling, decision.workspace)
 
 
 def entered(group: ProcessGroup, device: torch.device) -> Workspace:

@@ -207,7 +207,7 @@ def run_ag_gemm(
         return product(x, w, layout)
     decision = decide(Pattern.AG_GEMM, x, w, bias, group, layout, plan, scaling)
     decision.report_fallback()
-    scaling = dense(scaling)
+    scaling = dense(scaling, decision.workspace)
     program = decision.program(x, w, bias, consume is not None, scaling)
     call = calls.InFlight(program, x, w, bias, scaling)
     if consume is not None:

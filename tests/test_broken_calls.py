@@ -27,6 +27,7 @@ from flux_megatron.nn.functions import column_parallel_linear, row_parallel_line
 from flux_megatron.overlap import calls
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.symm.channel import Channel
+from flux_megatron.symm.program import CallProgram
 from flux_megatron.symm.status import Status
 from flux_megatron.symm.workspaces import workspace
 
@@ -180,17 +181,22 @@ def test_who_has_failed_alone_tells_ranks_that_wait_without_a_bound(rank):
     check(Case("ag_gemm", 6, 8, 4))
 
 
+@pytest.mark.parametrize("rows", [6, 7])
 @on_device_ranks(2, environment=SHORT)
-def test_no_memory_on_one_rank_is_mended_by_release(rank):
-    """Where the call has none of the group's collectives: the other one waits in a kernel."""
+def test_no_memory_on_one_rank_is_mended_by_release(rank, rows):
+    """Where the call has none of the group's collectives: the other one waits in a kernel. Steps of
+    new rows may need memory too, before it is known what they are.
+    """
     space, call = workspace(dist.group.WORLD, here()), Case("ag_gemm", 6, 8, 4, plan=Plan("fused"))
     check(call)
     if rank == 0:
-        lacks = mock.patch.object(torch.Tensor, "new_empty", _no_memory)
+        lacks = mock.patch.multiple(torch.Tensor, new_empty=_no_memory)
+        if rows != 6:
+            lacks = mock.patch.multiple(CallProgram, built_by=_no_memory)
         with lacks, pytest.raises(torch.OutOfMemoryError):
-            ops.all_gather_gemm(*(torch.ones(n, 4, device=DEVICE) for n in (6, 8)),
+            ops.all_gather_gemm(*(torch.ones(n, 4, device=DEVICE) for n in (rows, 8)),
                                 dist.group.WORLD, plan=call.plan)  # fmt: skip
-        assert (space.failed_alone, space.half_made) == (True, False)
+        assert (space.failed_alone, space.half_made) == (True, rows != 6)
     dist.barrier()
     flux_megatron.release()
     check(call)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -122,7 +122,10 @@ class Space:
     def end(self, call: SimpleNamespace) -> None:
         call.channel.end_in(call.region)
 
-    guard, device, mailboxes = nullcontext, torch.device("cpu"), False
+    device, mailboxes = torch.device("cpu"), False
+
+    def guard(self, *, whole: bool = False) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def fail(self, error: BaseException, is_open: bool, half_made: bool) -> None:
         self.broken = str(error) * is_open
@@ -379,6 +382,15 @@ def test_a_captured_call_is_python_s(space, monkeypatch):
         streams(space)
         by_kernel(*operands(1), "nt", PLAN, space)
         assert (("launch", CALLERS) in streams(space)) == (not captured)
+
+
+def test_no_lists_are_made_of_steps_that_another_thread_has_forgotten(space):
+    for number in range(2):
+        by_kernel(*operands(number), "nt", PLAN, space)
+    made = program(space)
+    assert made.lists is not None
+    made.lists = None  # as that thread found it
+    assert by_c.lists_of(made, space.engine) is None
 
 
 def test_c_is_asked_before_the_first_function_of_torch(space):

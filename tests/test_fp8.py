@@ -288,7 +288,12 @@ def test_every_rank_refuses_misuse_and_the_group_still_works(rank):
     gradient = w.to(E5M2)
     x_blocks, block = torch.ones(1, 16, device=DEVICE), torch.ones(1, 4, device=DEVICE)
     both = [ops.all_gather_gemm, ops.gemm_reduce_scatter]
+    if DEVICE == "cpu":  # where the library has such a GEMM of any sizes
+        for operation in both:
+            operation(x, w, dist.group.WORLD, x_scale=x_blocks, w_scale=block)
     assert_refused([
+        (both, (torch.cat([x.float()] * 2).to(E4M3), w), {"x_scale": x_blocks, "w_scale": block},
+         "x_scale [1, 16] float32 on", "a float32 tensor [1, 32] on"),  # stale
         (both, (x, w), {}, "without scales", "x_scale and w_scale"),
         (both, (gradient, w), {}, "without scales"),
         (both, (x, w), {"x_scale": one}, "w_scale None given"),

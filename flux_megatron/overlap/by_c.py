@@ -44,10 +44,11 @@ class Lists(NamedTuple):
 
 def lists_of(program: CallProgram, engine: CopyEngine) -> Lists | None:
     """Of a program, kept in it; None where Python must make the call."""
-    if program.lists is None and program.attempts < _ATTEMPTS:
+    segments = program.segments  # another thread, whose lists are there, may have forgotten them
+    if program.lists is None and segments and program.attempts < _ATTEMPTS:
         program.attempts += 1
         try:
-            program.lists = _Builder(program, engine).lists()
+            program.lists = _Builder(program, engine).lists(segments)
             program.forget_steps()
         except _NotCompiled as error:
             program.unlisted = str(error)
@@ -86,10 +87,10 @@ class _Builder:
         self._made, self._launches = [*program.made], list[str]()
         self._words = sum(one.words for one in program.channels)
 
-    def lists(self) -> Lists:
+    def lists(self, blocks_of: list[list[tuple[str, list[Step]]]]) -> Lists:
         segments = tuple(
             self._segment([step for _, steps in blocks for step in steps], begins=not number)
-            for number, blocks in enumerate(self._program.segments)
+            for number, blocks in enumerate(blocks_of)
         )
         return Lists(segments, tuple(self._made), tuple(self._launches))
 

@@ -66,10 +66,11 @@ def program_of(
     ))  # fmt: skip
     program = space.programs.get(key)
     if program is None:
-        program = CallProgram(space, plan, x, w, bias, layout, caller_steps, scaling)
-        space.programs[key] = program.built_by(build)
-        if not program.follows:
-            program.lists = by_c.of_torch_alone(program)
+        with space.guard(whole=True):  # the other ranks may be in this call already
+            program = CallProgram(space, plan, x, w, bias, layout, caller_steps, scaling)
+            space.programs[key] = program.built_by(build)
+            if not program.follows:
+                program.lists = by_c.of_torch_alone(program)
     return program
 
 
@@ -94,10 +95,10 @@ class InFlight:
         self.calls: list[Call] = []
         self.works: list[Any] = []  # collectives that nobody has awaited (`overlap.collectives`)
         self._lists: Lists | None = program.lists
-        if self._lists is None and self.engine.runs_lists and not is_watched():
-            with active(space.device):
-                self._lists = by_c.lists_of(program, self.engine)
         try:
+            if self._lists is None and self._may_be_listed():
+                with active(space.device):
+                    self._lists = by_c.lists_of(program, self.engine)
             if not self._begun_by_c():
                 with space.guard():
                     self._begin()
@@ -106,6 +107,10 @@ class InFlight:
         except BaseException as error:
             self._fail(error)
             raise
+
+    def _may_be_listed(self) -> bool:
+        """To ask for captures gives a new thread its context, too."""
+        return self.engine.runs_lists and not is_watched() and not capturing(self.space.device)
 
     def _begun_by_c(self) -> bool:
         """In the stream of the last call, with memory that is there; False, and nothing enqueued,

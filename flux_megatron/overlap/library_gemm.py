@@ -130,6 +130,8 @@ def _refusal(device: torch.device, blocks: int) -> str | None:
     x, w = (torch.ones(n, blocks * BLOCK, device=device).to(E4M3) for n in (BLOCK, 2 * BLOCK))
     try:
         _by_library(scaling, x, w.t(), scaling.x, scaling.w.t())
+    except torch.OutOfMemoryError:  # of this rank alone, today
+        raise
     except (RuntimeError, ValueError) as error:
         return (
             f"this torch and GPU have no GEMM with blockwise scales: {str(error).splitlines()[0]}"

@@ -66,11 +66,12 @@ def memory(what: str, tensor: Tensor, *, contiguous: bool = True) -> Tensor:
     return _made(what, tensor, contiguous)
 
 
-def dense(scaling: Scaling | None) -> Scaling | None:
+def dense(scaling: Scaling | None, space: Workspace) -> Scaling | None:
     """With blockwise scales that copy engines can read."""
     if scaling is None or not scaling.blockwise:
         return scaling
-    return Scaling(memory("x_scale", scaling.x), memory("w_scale", scaling.w), *scaling[2:])
+    with space.guard(whole=True):  # the other ranks may be in this call already
+        return Scaling(memory("x_scale", scaling.x), memory("w_scale", scaling.w), *scaling[2:])
 
 
 def _made(what: str, tensor: Tensor, contiguous: bool) -> Tensor:
