@@ -124,9 +124,10 @@ class Tile:
     tma: bool = False
 
 
-TRANSPORTS = ("copy_engine", "sm", "exchange")
+TRANSPORTS = ("copy_engine", "sm", "exchange", "engines")
 MAX_GROUPS = 16  # wave groups of one GEMM
-COMM_TILES_MAX = 8  # of a shard in `hopper`: a CTA remembers in 64 bits what 8 ranks have sent
+# of a shard in `hopper`: a CTA remembers in 64 bits what 8 ranks have sent (`engines` asks R)
+COMM_TILES_MAX = 8
 # What a plan of each strategy has beside its name.
 FIELDS = {
     "hopper": ("comm_rows", "tile", "k_parts", "transport"),
@@ -145,8 +146,9 @@ class Plan:
     `comm_rows` is the communication tile: rows of a shard per transfer and signal, 0 for the whole
     shard. `tile` is that of the kernel. `k_parts`: K is cut into so many, 0 for one; `hopper` cuts
     rows that it gathers, whose communication tiles are parts of all rows of a shard then.
-    `transport` names what moves the results of `hopper`: "copy_engine", "sm", the SMs, or, of
-    GEMM+AR, "exchange": the SMs store them at every rank, and all ranks add all of them up. `gemms`
+    `transport` names what moves the results of `hopper`: "copy_engine"; "sm", the SMs; or, of
+    GEMM+AR, "engines", copy engines for the sums too, which SMs store at every rank otherwise, and
+    "exchange": the SMs store all results at every rank, and all ranks add all of them up. `gemms`
     are the library GEMMs of `pipelined`, 0 for one a shard. `two_phase` lets one owner add up each
     tile of GEMM+AR by `low_latency`, instead of every rank.
 

@@ -58,6 +58,9 @@ def hopper_cases(pattern: str, world_size: int) -> list[Case]:
             (0, narrow, "sm"), (24, wide, "copy_engine"),
         )
     ]  # fmt: skip
+    if pattern == "gemm_ar":
+        plans += [Plan("hopper", 64, wide, transport="engines")]
+        plans += [Plan("hopper", 24, narrow, transport="engines")]
     dtypes = itertools.cycle([torch.bfloat16, torch.float16])
     more = _other_tiles(K) if pattern == "ag_gemm" else []
     return more + [

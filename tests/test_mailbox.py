@@ -76,7 +76,7 @@ def test_a_capture_ends_with_the_stream_behind_bounded_waits_alone(captured, mon
     monkeypatch.setattr(arrivals, "arrival_stream", lambda device: stream)
     in_flight = mock.Mock(calls=[channel])
     channel.region.words, channel.region.rank, channel.region.mailbox = (64, 128), 0, 4096
-    arrivals._bring(0, (arrivals.Part(1, 0, ((0, 16),)),), in_flight)
+    arrivals._bring((arrivals.Part(0, 1, 0, ((0, 16),)),), in_flight)
     assert [one[0] for one in stream.mock_calls] == ["wait_count", "copy", "signal"]
     arrivals._end(in_flight)
     assert stream.join.called == captured

@@ -15,31 +15,31 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flux_megatron.symm import signals
 from flux_megatron.symm.device import arrival_stream, capturing
-from flux_megatron.symm.program import CallProgram, ChannelSlots
+from flux_megatron.symm.program import CallProgram
 
 if TYPE_CHECKING:
     from flux_megatron.symm.channel import Call
 
 
 class Part(NamedTuple):
-    """What a signal announces: `blocks` are where each begins in the region, its bytes and, of a
-    part of the columns, its rows and their pitch.
+    """What a signal announces: `blocks` are where each begins in the region of the channel of this
+    number, its bytes and, of a part of the columns, its rows and their pitch.
     """
 
+    channel: int
     source: int
     comm_tile: int
     blocks: tuple[tuple[int, ...], ...]
 
 
-def bring(channel: ChannelSlots, parts: Sequence[Part]) -> None:
-    """Have the parts come to the region as they arrive in the mailbox.
+def bring(p: CallProgram, parts: Sequence[Part]) -> None:
+    """Have the parts come to their regions as they arrive in the mailbox.
 
     Behind the GEMM that waits for them, if one does, and behind all that peers wait for: with
     CUDA_DEVICE_MAX_CONNECTIONS=1 what is enqueued later may wait for them too.
     """
-    p = channel.program
     with p.phase("arrivals"):
-        p.host(partial(_bring, channel.number, tuple(parts)))
+        p.host(partial(_bring, tuple(parts)))
 
 
 def end(p: CallProgram) -> None:
@@ -61,25 +61,33 @@ def begin_captured(call: Call) -> None:
     arrival_stream(call.region.own_pad.device).fork()
 
 
-def _bring(number: int, parts: tuple[Part, ...], in_flight: Any) -> None:
+def _bring(parts: tuple[Part, ...], in_flight: Any) -> None:
     """No event orders the stream behind the caller's: a peer signals when it has ended the call
     before this one, for which it has awaited what this rank pushed behind the last use of the
     region (docs/memory_model.md, 2).
     """
-    call: Call = in_flight.calls[number]
-    region, device = call.region, in_flight.space.device
+    device = in_flight.space.device
     captured = capturing(device)  # first: it gives a new thread the context that the driver needs
-    stream, epoch = arrival_stream(device), call.epoch
-    to, box = region.words[region.rank], region.mailbox
-    here, there = region.pads[region.rank].data_ptr(), region.own_pad.data_ptr()
     if not captured:
-        call.channel.expect(epoch, [signals.slot(one.source, one.comm_tile) for one in parts])
-        begun = signals.slot_bytes(region.rank, 0)
-        in_flight.engine.signal(there + begun, epoch)  # behind this call's pushes
-    for source, comm_tile, blocks in parts:
-        slot = signals.slot_bytes(source, comm_tile)
+        for number in dict.fromkeys(one.channel for one in parts):
+            _begin(in_flight, number, [one for one in parts if one.channel == number])
+    stream = arrival_stream(device)
+    for number, source, comm_tile, blocks in parts:
+        call: Call = in_flight.calls[number]
+        region, epoch, slot = call.region, call.epoch, signals.slot_bytes(source, comm_tile)
+        to, box = region.words[region.rank], region.mailbox
+        here, there = region.pads[region.rank].data_ptr(), region.own_pad.data_ptr()
         stream.wait_count(there + slot, epoch)
         for first, size_bytes, *rows in blocks:
             method = stream.copy_rows if rows else stream.copy
             method(to + first, box + first, size_bytes, *rows)
         stream.signal(here + slot, epoch)
+
+
+def _begin(in_flight: Any, number: int, parts: Sequence[Part]) -> None:
+    """Behind this call's pushes the watcher's bound begins."""
+    call: Call = in_flight.calls[number]
+    region = call.region
+    call.channel.expect(call.epoch, [signals.slot(one.source, one.comm_tile) for one in parts])
+    begun = signals.slot_bytes(region.rank, 0)
+    in_flight.engine.signal(region.own_pad.data_ptr() + begun, call.epoch)

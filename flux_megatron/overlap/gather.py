@@ -59,7 +59,7 @@ class Gather:
         it, and before the caller's stream waits for them.
         """
         if not self.brought and self.program.space.mailboxes:
-            arrivals.bring(self.channel, self._arriving())
+            arrivals.bring(self.program, self._arriving())
         self.brought = True
 
     def _arriving(self) -> list[arrivals.Part]:
@@ -73,7 +73,7 @@ class Gather:
             if self.scales is not None and number == 0:
                 scales = self.scales.nbytes
                 blocks.append((p.world_size * x.nbytes + source * scales, scales))
-            parts.append(arrivals.Part(source, number, tuple(blocks)))
+            parts.append(arrivals.Part(self.channel.number, source, number, tuple(blocks)))
         return parts
 
     def scales_of(self, first: int, last: int) -> Slot | None:

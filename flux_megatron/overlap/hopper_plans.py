@@ -19,7 +19,7 @@ from flux_megatron.kernels.hopper.config import (
 )
 from flux_megatron.kernels.hopper.split_tiles import PART_K_TILES, split_last_wave
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
-from flux_megatron.overlap.hopper_pushes import BY_SM, Push, chosen, others
+from flux_megatron.overlap.hopper_pushes import BY_SM, Push, chosen, of_sums, others
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Problem, Tile
 
@@ -119,6 +119,8 @@ def why_not(problem: Problem, plan: Plan) -> str | None:
     if plan.transport == "exchange" and (problem.pattern is not Pattern.GEMM_AR or problem.wire):
         what = "with e4m3 on the wire" if problem.wire else f"of {problem.pattern}"
         return f"every rank adds up all results of GEMM+AR in 16 bits, none {what}"
+    if plan.transport == "engines" and (problem.pattern is not Pattern.GEMM_AR or problem.scaled):
+        return f"copy engines push sums of GEMM+AR in 16 bits, none of {problem}"
     tile, out_dtype = plan.tile, getattr(torch, problem.out_dtype) if problem.scaled else None
     slices = 1 if problem.spec.gathers else tile.block_n // SLICE_COLUMNS
     if (fitting := slice_buffers(tile, out_dtype)) >= slices:
@@ -144,7 +146,9 @@ def candidates(problem: Problem) -> list[Plan]:
         return plans
     tiles = dict.fromkeys((_scattered(problem).tile, NARROW, WIDE, replace(WIDE, group_m=8)))
     pushes = chosen(problem), *others(problem)
-    scattered = (_pushed(problem, *push, tile) for push in pushes for tile in tiles)
+    scattered = [_pushed(problem, *push, tile) for push in pushes for tile in tiles]
+    if problem.pattern is Pattern.GEMM_AR:
+        scattered += [_pushed(problem, *push, WIDE) for push in of_sums(problem)]
     return [*dict.fromkeys((default, *scattered))]
 
 

@@ -26,6 +26,12 @@ PUSHES = ((64 << 20, COMM_TILES_MAX), ((16 << 20) - 1, 4), (BY_SM_BYTES, 2))
 BY_SM_BYTES_K = 1 << 35
 LATE_LINK_K = 2048
 
+# Of GEMM+AR whose sums copy engines push, too.
+SUMS = (4, 16)
+# By so many waves of tiles local ones follow those that peers add to them: one for these to be
+# made, the others to travel.
+BEHIND_WAVES = 2.5
+
 Push = tuple[str, int]  # the transport of a plan, and communication tiles of a shard
 BY_SM: Push = ("sm", COMM_TILES_MAX)  # they signal for nothing, a copy engine takes 10 us to begin
 
@@ -54,6 +60,16 @@ def others(problem: Problem) -> list[Push]:
     # of 11, 484 and 475 (2 of 4 x H200, 2026-11-27, h200x2/trees.jsonl)
     close = size_bytes <= 2 * BY_SM_BYTES or problem.K_local <= LATE_LINK_K
     return [BY_SM, *engines] if close else engines
+
+
+def of_sums(problem: Problem) -> list[Push]:
+    """The same of GEMM+AR whose sums copy engines push, too."""
+    return [("engines", min(count, most_comm_tiles(problem.world_size))) for count in SUMS]
+
+
+def most_comm_tiles(world_size: int) -> int:
+    """Of a shard: a CTA remembers in 64 bits what all ranks have sent."""
+    return 64 // world_size
 
 
 def _shard_bytes(problem: Problem) -> int:

@@ -94,7 +94,8 @@ def default_plan(problem: Problem, name: str, missing: Missing | None) -> Plan:
 def _by_copies(problem: Problem, plan: Plan) -> bool:
     """Whether copy engines alone reach other ranks, so that mailboxes will do."""
     if plan.strategy == "hopper":
-        return plan.transport == "copy_engine" and transfer.unequal_shards(problem) is None
+        by_engine = plan.transport in ("copy_engine", "engines")
+        return by_engine and transfer.unequal_shards(problem) is None
     return plan.strategy == "pipelined" or (plan.strategy == "fused" and problem.spec.gathers)
 
 

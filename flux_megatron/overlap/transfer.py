@@ -93,7 +93,7 @@ class ReduceScatter:
         p, M_shard = self.channel.program, self.received.shape[1]
         boxes = p.space.mailboxes
         if boxes:
-            arrivals.bring(self.channel, self._arriving())
+            arrivals.bring(p, self._arriving())
         if self.staging is not None and (boxes or copies.spare_sms(p.x.device)):
             # One CTA waits, for those of the reduction may hold all SMs; also for this rank, whose
             # signal stands behind its pushes. With mailboxes a reduction that waits itself lasts 5
@@ -114,11 +114,10 @@ class ReduceScatter:
     def _arriving(self) -> list[arrivals.Part]:
         """What peers push, in the order in which it comes."""
         p, (_, M_shard, N) = self.channel.program, self.received.shape
-        row_bytes = N * self.received.element_size()
-        return [
-            arrivals.Part(source, number, ((source * M_shard * row_bytes + offset, size_bytes),))
-            for source in ((p.rank - hops) % p.world_size for hops in range(1, p.world_size))
-            for number, (offset, size_bytes) in enumerate(
-                comm_tiles(M_shard, row_bytes, self.comm_rows, 0)
-            )
-        ]
+        row_bytes, parts = N * self.received.element_size(), []
+        tiles = [*comm_tiles(M_shard, row_bytes, self.comm_rows, 0)]
+        for source in ((p.rank - hops) % p.world_size for hops in range(1, p.world_size)):
+            for number, (offset, size_bytes) in enumerate(tiles):
+                block = source * M_shard * row_bytes + offset, size_bytes
+                parts.append(arrivals.Part(self.channel.number, source, number, (block,)))
+        return parts

@@ -106,7 +106,8 @@ class CopyEngine(ABC):
     def wait_count(self, counter: int, count: int) -> None:
         """What is pushed from now on comes after the int32 at `counter` has reached `count`.
 
-        For a kernel of this GPU that counts whatever other ranks do: nothing bounds this wait.
+        Nothing bounds this wait: the kernel of this GPU counts whatever other ranks do, or waits
+        for them with a bound.
         """
 
     def signal(self, address: int, epoch: int) -> None:

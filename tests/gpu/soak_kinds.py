@@ -115,7 +115,8 @@ def _hopper_case(
         )
     plan = draw.choice([hopper.default_plan(problem), *hopper.candidates(problem)])
     if not gathers:
-        plan = replace(plan, transport=draw.choice(["sm", "copy_engine"]))
+        ways = ["sm", "copy_engine", *["engines"] * (case.pattern == "gemm_ar")]
+        plan = replace(plan, transport=draw.choice(ways))
     rows = draw.choice([0, plan.comm_rows, 64, 1 + case.M_shard // 3])
     return replace(case, plan=replace(plan, comm_rows=rows))
 

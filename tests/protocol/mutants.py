@@ -101,6 +101,9 @@ CASES = {
     "hopper rs, rounded once": Case("rs", "hopper", K=64, ctas=1, **_ROUNDS),
     "hopper rs, rounded once behind the last MMA": Case("rs", "hopper", ctas=1_000, **_ROUNDS),
     "hopper ar": Case("ar", "hopper", rows=(32, 32, 41), comm_rows=0),
+    "hopper ar, engines": Case(
+        "ar", "hopper", 3, (33, 60, 49), N=80, transport="engines", ctas=2
+    ),
     "hopper ar, exchanged": Case("ar", "hopper", transport="exchange", K=64),
     "hopper backward by SM": Case(
         "backward", "hopper", rows=(32, 32, 32), layout="nn", transport="sm"
@@ -129,6 +132,9 @@ CASES = {
     ),
     "mailboxes: ag, blockwise": Case("ag", "pipelined", mailboxes=True, **BLOCKS),
     "mailboxes: hopper rs, 3 ranks": Case("rs", "hopper", 3, rows=(20, 20, 20), mailboxes=True),
+    "mailboxes: hopper ar, engines": Case(
+        "ar", "hopper", rows=(32, 32, 48), transport="engines", mailboxes=True
+    ),
     "mailboxes: captured ag": Case("ag", "hopper", mailboxes=True, **{**SIX, "rows": (16,) * 6}),
     "a2a": ExpertCase("dispatch"),
     "a2a, 3 ranks": ExpertCase("dispatch", 3, experts=1, most=12),

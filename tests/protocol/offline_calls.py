@@ -152,7 +152,7 @@ PLANS |= {
 }
 for _strategy, _plan in WITH_TILES.items():
     PLANS[f"{_strategy} gemm_ar"] = _plan
-for _way, _how in (("by SM", "sm"), ("exchanged", "exchange")):
+for _way, _how in (("by SM", "sm"), ("exchanged", "exchange"), ("by engines", "engines")):
     PLANS[f"hopper gemm_ar, {_way}"] = replace(PLANS["hopper gemm_ar"], transport=_how)
 low_latency.default_plan = lambda problem: FEW
 for _layer in ("column layer", "row layer", "column layer, evaluated", "row layer, evaluated"):

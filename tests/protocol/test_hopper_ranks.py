@@ -43,6 +43,12 @@ CASES = [  # beside those of mutants
     Case("ar", "hopper", rows=(7, 20, 20), layout="nn"),
     Case("ar", "hopper", 3, rows=(16, 48, 33), K=64, N=16, transport="sm", ctas=1_000),
     Case("ar", "hopper", rows=SIX, N=16, captured=True),
+    # copy engines push the sums of tiles that take turns: several turns, one resident CTA, one turn
+    Case("ar", "hopper", rows=(33, 60, 49), N=80, comm_rows=8, transport="engines", ctas=2),
+    Case("ar", "hopper", 3, (33, 48, 20), 80, 64, comm_rows=12, transport="engines", ctas=1),
+    Case("ar", "hopper", 4, rows=(20, 7), comm_rows=0, transport="engines", layout="nn", lacking=2),
+    Case("ar", "hopper", rows=SIX, N=16, transport="engines", captured=True),
+    Case("ar", "hopper", rows=SIX, N=16, transport="engines", two_streams=True),
     # several waves, and a last rank with fewer rows
     Case("ar", "hopper", rows=(20, 41, 41), N=40, comm_rows=0, ctas=1, lacking=1),
     Case("ar", "hopper", 3, (20, 20), 40, 64, transport="sm", ctas=2, layout="nn", lacking=2),

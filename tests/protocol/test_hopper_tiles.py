@@ -24,6 +24,7 @@ from flux_megatron.kernels.hopper import split_k as hopper_split_k
 from flux_megatron.kernels.hopper import tile_order as hopper_tile_order
 from flux_megatron.kernels.hopper.split_tiles import PARTS_MAX, SplitK, split_last_wave
 from flux_megatron.kernels.sizes import cdiv
+from flux_megatron.overlap import hopper
 from flux_megatron.symm.signals import SPLIT_TILES
 
 SMS = 132
@@ -88,6 +89,30 @@ def test_every_tile_is_made_once(shape, world_size, group_m):
         assert {(owner, m, n) for owner, m, n, _, _ in made} == everything
         places = {(owner, number) for owner, _, _, number, _ in made}
         assert places == {(r, i) for r in range(world_size) for i in range(rows * columns)}
+
+
+@pytest.mark.parametrize("behind", [1, 3])
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_remote_and_local_tiles_take_turns(shape, world_size, behind):
+    """A local tile comes when the remote ones of `behind` more communication tiles are made, and
+    numbers of a shard count up, as copy engines push them.
+    """
+    grid, tiles_comm = _grid(shape, world_size, 4, 1), 3
+    per_shard = grid.rows * grid.columns
+    made = [
+        hopper_tile_order.tile_in_turns.fn(tile, tiles_comm, behind, grid)
+        for tile in range(world_size * per_shard)
+    ]
+    places = {(owner, m, n) for owner, m, n, _, _ in made}
+    assert len(places) == len(made) == world_size * per_shard
+    assert {*made} == {*_rs_tiles(shape, world_size, 4)}
+    for rank in range(world_size):
+        assert [number for owner, *_, number, _ in made if owner == rank] == [*range(per_shard)]
+    in_turns = [*hopper._in_turns(world_size, cdiv(per_shard, tiles_comm), behind)]
+    assert [*dict.fromkeys((hops, number // tiles_comm) for *_, number, hops in made)] == in_turns
+    first_local = next(place for place, tile in enumerate(made) if tile[0] == 1)
+    assert first_local == min((behind + 1) * tiles_comm, per_shard) * (world_size - 1)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

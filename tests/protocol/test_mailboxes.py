@@ -33,6 +33,8 @@ CASES = [
     Case("rs", "hopper", 3, comm_rows=5, **HOPPER),
     Case("rs", "hopper", 4, K=8, rows=(20, 20), N=16, ctas=1, layout="nn"),
     Case("ar", "hopper", 3, comm_rows=5, **HOPPER),
+    Case("ar", "hopper", 3, rows=(33, 48), N=80, comm_rows=8, transport="engines", ctas=2),
+    Case("ar", "hopper", transport="engines", **GRAPH),
     Case("backward", "hopper", rows=(32, 32, 48), layout="nn"),
     *(Case(host, "hopper", **GRAPH) for host in ("ag", "rs", "ar", "backward")),
     *(Case(host, "hopper", two_streams=True, **HOPPER) for host in ("ag", "rs")),

@@ -19,7 +19,6 @@ from flux_megatron.kernels.gluon_versions import (
     tma_load,
     tma_store,
 )
-from flux_megatron.kernels.hopper.tile_order import rs_tile
 from flux_megatron.kernels.hopper_primitives import (
     MAX_COMM_TILES,
     complete_tma_stores,
@@ -239,7 +238,7 @@ class TileTargets:
 
 
 @gluon.jit
-def move_tiles(targets, staging, exchange, tiles, sizes, signals):
+def move_tiles(targets, staging, exchange, tiles, order, sizes, signals):
     """One warp: fetches what the other ranks have made of a local tile, one rank after another, and
     stores each finished tile.
     """
@@ -254,7 +253,7 @@ def move_tiles(targets, staging, exchange, tiles, sizes, signals):
     while place < tiles.count:
         work = tiles.locate(place, 1)
         if work.part == 0:  # else another CTA has the tile
-            owner, m, n, number, hops = rs_tile(work.tile, grid)
+            owner, m, n, number, hops = order.locate(work.tile, grid)
             if owner == sizes.rank:
                 for back in range(1, sizes.WORLD_SIZE):
                     source = (here(sizes.rank) + sizes.WORLD_SIZE - back) % sizes.WORLD_SIZE

@@ -1,4 +1,14 @@
-"""What GEMM+AR adds to GEMM+RS on Hopper: sums go to every rank, and those of the others to y."""
+"""What GEMM+AR adds to GEMM+RS on Hopper: sums go to every rank, and those of the others to y.
+
+    SMs            the store warp copies each sum to every rank; the last of a communication tile
+                   signals [A] there
+    copy engines   that warp stores each sum in `sums` and counts it [D]; the copy engine waits [D]
+                   for a communication tile, pushes it to every rank and signals [A]. So that sums
+                   travel while others are made, remote and local tiles take turns (`InTurns`)
+
+What `sums` and a gathered buffer hold for copy engines are whole tiles, in the order of their
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +32,9 @@ from flux_megatron.kernels.hopper.tile_order import tile_in_groups
 from flux_megatron.kernels.hopper_primitives import (
     MAX_COMM_TILES,
     begin_draw,
+    complete_tma_stores,
     count_acq_rel_gpu,
+    count_release_sys,
     end_draw,
     here,
     signal_release_sys,
@@ -32,7 +44,8 @@ from flux_megatron.kernels.hopper_primitives import (
 class Gathering(NamedTuple):
     """What GEMM+AR adds: y [M, N] of all ranks' rows, the last of whom has fewer where R does not
     divide M; this rank's buffer in which the others store theirs, and those of all ranks; what the
-    signals [A] announce; and the counter from which CTAs draw tiles to copy.
+    signals [A] announce; the counter from which CTAs draw tiles to copy; and, for copy engines,
+    this rank's `sums`.
     """
 
     y: Any
@@ -42,6 +55,7 @@ class Gathering(NamedTuple):
     pad: Any
     epoch: Any
     drawn: Any
+    sums: Any = None
 
 
 NOT_GATHERING = Gathering(*(None,) * 7)
@@ -50,13 +64,14 @@ NOT_GATHERING = Gathering(*(None,) * 7)
 @aggregate
 class GatheringTargets:
     """Those of GEMM+AR: a finished tile of the local shard goes to every rank's gathered buffer
-    too, and the last of a communication tile signals [A] there. What the others have stored in
-    this rank's goes on to `result` [M, N].
+    too, and the last of a communication tile signals [A] there; or to `sums`, for copy engines.
+    What has come from the others goes on to `result` [M, N].
     """
 
     scatter: TileTargets
     tiles_comm: Number
     gathered_desc: Descriptor
+    sums_desc: object  # a descriptor, or None: SMs store them at every rank
     gathered_pointers: Pointer
     pad_pointers: Pointer
     signals: Signals
@@ -75,6 +90,18 @@ class GatheringTargets:
     @gluon.jit
     def finish(self, m, n, number, per_shard, tile, sizes):
         self.scatter.finish(m, n, number, per_shard, tile, sizes)
+        comm_tile = number // self.tiles_comm
+        counter = self.scatter.counters + sizes.rank * MAX_COMM_TILES + comm_tile
+        if self.sums_desc is not None:
+            tma_store(self.sums_desc, [number * sizes.BLOCK_M, 0], tile)
+            complete_tma_stores()
+            count_release_sys(counter)  # signal [D]
+        else:
+            arrivals = min(self.tiles_comm, per_shard - comm_tile * self.tiles_comm)
+            self._store_at_peers(m, n, comm_tile, counter, arrivals, tile, sizes)
+
+    @gluon.jit
+    def _store_at_peers(self, m, n, comm_tile, counter, arrivals, tile, sizes):
         shard = sizes.rank.to(gl.int64) * sizes.M_shard * sizes.N
         dtype: gl.constexpr = self.gathered_desc.dtype
         for hops in range(1, sizes.WORLD_SIZE):
@@ -84,9 +111,6 @@ class GatheringTargets:
                 gathered + shard, sizes.M_shard, sizes.N, m * sizes.BLOCK_M, n * sizes.BLOCK_N,
                 tile, self.gathered_desc,
             )  # fmt: skip
-        comm_tile = number // self.tiles_comm
-        counter = self.scatter.counters + sizes.rank * MAX_COMM_TILES + comm_tile
-        arrivals = min(self.tiles_comm, per_shard - comm_tile * self.tiles_comm)
         if count_acq_rel_gpu(counter, arrivals):
             slot = sizes.rank * MAX_COMM_TILES + comm_tile
             for hops in range(1, sizes.WORLD_SIZE):
@@ -116,21 +140,26 @@ class GatheringTargets:
             )  # wait [A]
             group_m = min(grid.GROUP_M, grid.rows)
             m, n = tile_in_groups(number, grid.rows, grid.columns, group_m)
-            self._copy(source, m, n, staging, fetched, sizes)
+            row, col = source * sizes.M_shard + m * sizes.BLOCK_M, n * sizes.BLOCK_N
+            if self.sums_desc is not None:
+                row, col = (source * per_shard + number) * sizes.BLOCK_M, 0
+            self._copy(row, col, source, m, n, staging, fetched, sizes)
             fetched += 1
             place = end_draw(ticket)
         if place == tiles + gl.num_programs(0) - 1:
             gl.store(self.drawn, 0)  # every CTA has drawn in vain: the next launch begins at 0
 
     @gluon.jit
-    def _copy(self, source, m, n, staging, fetched, sizes):
-        """A tile of the rows of `source`. It may reach beyond them: those are left out here."""
+    def _copy(self, from_row, from_col, source, m, n, staging, fetched, sizes):
+        """A tile of the rows of `source`, to be found there in the gathered buffer. It may reach
+        beyond its rows: those are left out here.
+        """
         dtype: gl.constexpr = self.gathered_desc.dtype
         first = source * sizes.M_shard
         row = m * sizes.BLOCK_M
         col = n * sizes.BLOCK_N
         mbarrier.expect(staging.fetched, self.gathered_desc.block_type.nbytes)
-        tma_load(self.gathered_desc, [first + row, col], staging.fetched, staging.tile)
+        tma_load(self.gathered_desc, [from_row, from_col], staging.fetched, staging.tile)
         theirs = tma.make_tensor_descriptor(
             self.result.to(gl.pointer_type(dtype)) + first.to(gl.int64) * sizes.N,
             [min(sizes.M_shard, self.M - first), sizes.N], [sizes.N, 1],

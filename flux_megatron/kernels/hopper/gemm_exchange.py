@@ -60,10 +60,10 @@ def gemm_exchange(
         (
             described(x, tile.block_m, tile.block_k),
             descriptors.described_w(w, layout, tile.block_k, tile.block_n), block, block, block,
-            None, *scales_or(x, scaling), partial_sums(x, sums, partial_counters), received,
+            None, None, *scales_or(x, scaling), partial_sums(x, sums, partial_counters), received,
             received_pointers, pad_pointers, None, None, None, None, None, pad, status, counters,
             partial_counters, work_words,
         ),
-        (rank, epoch, timeout_ns, 1, None, None, *sizes),
+        (rank, epoch, timeout_ns, 1, 0, None, None, *sizes),
         CONFIG=config,
     )  # fmt: skip

@@ -7,8 +7,8 @@
       SMs          the tile is stored there over NVLink and counted [C]; the last of a
                    communication tile signals [B]: for small ones, where latency is all
     this kernel  in the tiles of the local shard: waits [B], fetches the other ranks' tiles while it
-                 multiplies, adds them in fp32, rounds once and stores y; for GEMM+AR also to the
-                 gathered buffer of every rank, with a signal [A] for each communication tile
+                 multiplies, adds them in fp32, rounds once and stores y; for GEMM+AR also where
+                 they go to every rank from (`gathered_sums`)
     this kernel  for GEMM+AR, behind the last tile: waits [A], copies the other ranks' sums to y
 
 `parts` and receive buffers hold whole tiles in the order in which they are made, so that a
@@ -47,7 +47,7 @@ from flux_megatron.kernels.hopper.signals import Signals
 from flux_megatron.kernels.hopper.split_k import Partials, WorkTiles
 from flux_megatron.kernels.hopper.split_tiles import SplitK, chunk_count, split_last_wave
 from flux_megatron.kernels.hopper.stored_tiles import Scales
-from flux_megatron.kernels.hopper.tile_order import Sizes
+from flux_megatron.kernels.hopper.tile_order import InTurns, Sizes
 from flux_megatron.kernels.sizes import cdiv, tiles_of_shard
 from flux_megatron.kernels.triton_launch import launch_kernel, partial_sums
 from flux_megatron.problem import Tile
@@ -162,16 +162,16 @@ class RsConfig(Config):
 # no number compiles a kernel of its own
 @gluon.jit(
     do_not_specialize=[
-        "rank", "epoch", "timeout_ns", "tiles_comm", "gather_epoch", "M", "M_shard", "N", "K",
-        "late", "work_tiles", "first_part", "parts", "cut_1", "cut_2", "cut_3", "by_id",
+        "rank", "epoch", "timeout_ns", "tiles_comm", "behind", "gather_epoch", "M", "M_shard", "N",
+        "K", "late", "work_tiles", "first_part", "parts", "cut_1", "cut_2", "cut_3", "by_id",
     ]
 )  # fmt: skip
 def hopper_gemm_rs_kernel(
-    x_desc, w_desc, parts_desc, received_desc, y_desc, gathered_desc, x_scale, w_scale, partials,
-    tiles_of_others, received_pointers, pad_pointers, gathered_pointers, gather_pads, gather_pad,
-    result, drawn, pad, status, counters, partial_counters, work_words, rank, epoch,
-    timeout_ns: tl.int64, tiles_comm, gather_epoch, M, M_shard, N, K, late, work_tiles, first_part,
-    parts, cut_1, cut_2, cut_3, by_id, CONFIG: gl.constexpr,
+    x_desc, w_desc, parts_desc, received_desc, y_desc, gathered_desc, sums_desc, x_scale, w_scale,
+    partials, tiles_of_others, received_pointers, pad_pointers, gathered_pointers, gather_pads,
+    gather_pad, result, drawn, pad, status, counters, partial_counters, work_words, rank, epoch,
+    timeout_ns: tl.int64, tiles_comm, behind, gather_epoch, M, M_shard, N, K, late, work_tiles,
+    first_part, parts, cut_1, cut_2, cut_3, by_id, CONFIG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = y_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = y_desc.block_type.shape[1]
@@ -193,7 +193,10 @@ def hopper_gemm_rs_kernel(
     )  # fmt: skip
     scales = Scales(x_scale, w_scale, CONFIG.SCALED)
     staging = new_staging_tile(y_desc, parts_desc, CONFIG.NUM_WARPS)
-    operands = AllRows(x_desc, w_desc, sizes, sizes)
+    order = sizes
+    if sums_desc is not None:
+        order = InTurns(sizes, tiles_comm, behind)
+    operands = AllRows(x_desc, w_desc, sizes, order)
     epilogue = SummedTiles(staging, scales, sizes, signals, late, CONFIG.CHUNKS, layout)
     sums = Partials(partials, partial_counters, BLOCK_N, CONFIG.NUM_WARPS, 0, 1)
     targets = TileTargets(
@@ -203,8 +206,8 @@ def hopper_gemm_rs_kernel(
     if gathered_pointers is not None:
         sums_there = Signals(gather_pad, status, gather_epoch, timeout_ns)
         targets = GatheringTargets(
-            targets, tiles_comm, gathered_desc, gathered_pointers, gather_pads, sums_there, result,
-            drawn, M,
+            targets, tiles_comm, gathered_desc, sums_desc, gathered_pointers, gather_pads,
+            sums_there, result, drawn, M,
         )  # fmt: skip
     if CONFIG.RANKS > 1:
         targets = ExchangedTargets(
@@ -216,7 +219,7 @@ def hopper_gemm_rs_kernel(
         [
             (multiply, (epilogue, ring, exchange, tiles, sums, CONFIG.NUM_WARPS)),
             (produce, (operands, ring, exchange, TileScheduler(tiles, work_words, by_id))),
-            (move_tiles, (targets, staging, exchange, tiles, sizes, signals)),
+            (move_tiles, (targets, staging, exchange, tiles, order, sizes, signals)),
         ],
         [1, 1],
         [48, 40],  # with 40 both spill
@@ -224,12 +227,14 @@ def hopper_gemm_rs_kernel(
 
 
 def _sizes(
-    M_shard: int, N: int, K: int, world_size: int, device: torch.device, tile: Tile
+    M_shard: int, N: int, K: int, world_size: int, device: torch.device, tile: Tile, before: int
 ) -> tuple[SplitK, tuple[int, ...]]:
-    """What is split along K, and the numbers of a launch that follow from sizes."""
+    """What is split along K, and the numbers of a launch that follow from sizes. So many tiles of
+    each remote shard come before all others.
+    """
     shard_tiles, k_tiles = tiles_of_shard(M_shard, N, tile), cdiv(K, tile.block_k)
     split = split_last_wave(shard_tiles * world_size, k_tiles, hopper_config.sms(device), tile)
-    remote = shard_tiles * (world_size - 1)  # the tiles behind them wait for other ranks
+    remote = before * (world_size - 1)  # the tiles behind them wait for other ranks
     return split, (
         M_shard, N, K, int(shard_tiles <= split.ctas), split.work_tiles, split.first_part,
         split.parts, *split.cuts(k_tiles), min(split.ctas, split.first_part, remote),
@@ -248,10 +253,11 @@ def gemm_rs(
     pad_pointers: Memory, pad: Memory, status: Memory, counters: Memory, partial_counters: Memory,
     work_words: Memory, rank: int, world_size: int, epoch: program.Number, timeout_ns: int,
     tiles_comm: int, layout: str, tile: Tile, by_sm: bool,
-    gathering: Gathering | None = None, scaling: Scaling | None = None,
+    gathering: Gathering | None = None, behind: int = 0, scaling: Scaling | None = None,
 ) -> Memory:  # fmt: skip
     """x [M, K] times w ([N, K] or [K, N]), summed over ranks: y [M / R, N], or, if the call is
-    `gathering` them, the caller's y [M, N].
+    `gathering` them, the caller's y [M, N]. If copy engines push the sums, tiles of the local shard
+    come so many communication tiles `behind` remote ones.
 
     | tensor | shape, with T tiles [B_M, B_N] a shard |
     | --- | --- |
@@ -270,8 +276,11 @@ def gemm_rs(
     block = (tile.block_m, tile.block_n)
     K = x.shape[1]
     chunks = 1 if scaling else chunk_count(world_size, cdiv(K, tile.block_k))
+    before = tiles_of_shard(M_shard, N, tile)
+    if of_all.sums is not None:
+        before = min((behind + 1) * tiles_comm, before)
     config = _compiled_for(world_size, layout, tile, by_sm, chunks, scaling and scaling.kind)
-    split, sizes = _sizes(M_shard, N, K, world_size, x.device, tile)
+    split, sizes = _sizes(M_shard, N, K, world_size, x.device, tile, before)
     sums = split.partials * tile.block_m * tile.block_n
     described = descriptors.described
     launch_kernel(
@@ -280,12 +289,16 @@ def gemm_rs(
             described(x, tile.block_m, tile.block_k),
             descriptors.described_w(w, layout, tile.block_k, tile.block_n),
             described(parts, *block), described(received, *block), described(own, *block),
-            gathering and described(gathering.gathered, *block), *scales_or(x, scaling),
+            gathering and described(gathering.gathered, *block),
+            of_all.sums and described(of_all.sums, *block), *scales_or(x, scaling),
             partial_sums(x, sums, partial_counters), parts, received_pointers, pad_pointers,
             of_all.pointers, of_all.pad_pointers, of_all.pad, of_all.y, of_all.drawn, pad, status,
             counters, partial_counters, work_words,
         ),
-        (rank, epoch, timeout_ns, tiles_comm, of_all.epoch, gathering and x.shape[0], *sizes),
+        (
+            rank, epoch, timeout_ns, tiles_comm, behind, of_all.epoch,
+            gathering and x.shape[0], *sizes,
+        ),
         CONFIG=config,
     )  # fmt: skip
     return y

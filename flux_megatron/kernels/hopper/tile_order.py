@@ -59,8 +59,33 @@ class Sizes:
     @gluon.jit
     def rows_of(self, tile, grid):
         """Of a tile of GEMM+RS: whose rows these are, its first row in x and column in w."""
-        owner, m, n, _, _ = rs_tile(tile, grid)
+        owner, m, n, _, _ = self.locate(tile, grid)
         return owner, owner * self.M_shard + m * self.BLOCK_M, n * self.BLOCK_N
+
+    @gluon.jit
+    def locate(self, tile, grid):
+        return rs_tile(tile, grid)
+
+
+@aggregate
+class InTurns:
+    """The order of GEMM+AR whose sums travel while later ones are made: communication tiles of
+    `tiles_comm` tiles, of remote shards and of the local one in turns, the local one so many
+    `behind`.
+    """
+
+    sizes: Sizes
+    tiles_comm: Number
+    behind: Number
+
+    @gluon.jit
+    def rows_of(self, tile, grid):
+        owner, m, n, _, _ = self.locate(tile, grid)
+        return owner, owner * self.sizes.M_shard + m * self.sizes.BLOCK_M, n * self.sizes.BLOCK_N
+
+    @gluon.jit
+    def locate(self, tile, grid):
+        return tile_in_turns(tile, here(self.tiles_comm), here(self.behind), grid)
 
 
 @gluon.jit
@@ -142,3 +167,29 @@ def rs_tile(tile, grid):
     m = m % grid.rows
     number = number_in_groups(m, n, grid.rows, grid.columns, group_m)
     return (grid.rank + 1 + hops) % grid.WORLD_SIZE, m, n, number, hops
+
+
+@gluon.jit
+def tile_in_turns(tile, tiles_comm, behind, grid):
+    """What `rs_tile` says, in this order: communication tiles of every remote shard, `behind` of
+    each, then in turns one more of these and one of the local shard, whose others come last.
+    """
+    PEERS: gl.constexpr = grid.WORLD_SIZE - 1
+    per_shard = grid.rows * grid.columns
+    head = min(behind * tiles_comm, per_shard) * PEERS
+    turn = max(tile - head, 0) // (tiles_comm * grid.WORLD_SIZE)
+    before = min(head + turn * tiles_comm * PEERS, per_shard * PEERS)  # of remote shards
+    until = min(before + tiles_comm * PEERS, per_shard * PEERS)
+    remote = before + tile - head - turn * tiles_comm * grid.WORLD_SIZE
+    hops = PEERS
+    number = tile - until
+    if remote < until:
+        first = remote // (tiles_comm * PEERS) * tiles_comm
+        together = min(tiles_comm, per_shard - first)
+        within = remote - first * PEERS
+        hops = within // together
+        number = first + within % together
+    group_m = min(grid.GROUP_M, grid.rows)
+    m, n = tile_in_groups(number, grid.rows, grid.columns, group_m)
+    owner = (grid.rank + 1 + hops) % grid.WORLD_SIZE
+    return owner, m, n, number, hops
