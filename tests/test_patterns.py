@@ -17,6 +17,7 @@ from flux_megatron.overlap import hopper, registry
 from flux_megatron.patterns import COLUMN, ROW
 from flux_megatron.problem import FIELDS, TRANSPORTS, Pattern, Plan, Problem, Tile
 from flux_megatron.symm.places import Missing
+from flux_megatron.tuning.plan_table import racers
 
 M, N, K, R = 24, 16, 40, 2
 
@@ -79,6 +80,9 @@ def test_mailboxes_will_do_where_copy_engines_alone_reach_other_ranks(monkeypatc
     assert registry.default_plan(problem(ROW), "hopper", boxes).transport == "copy_engine"
     assert registry.default_plan(problem(ROW), "hopper", None) is by_sms
     assert registry.refusal(problem(ROW), "hopper", boxes, by_sms) == "no link"
+    summed = problem(Pattern.GEMM_AR)
+    assert registry.default_plan(summed, "hopper", boxes).transport == "engines"
+    assert all(one.transport != "engines" for one in racers(summed, ["hopper"]))
     odd = replace(problem(Pattern.GEMM_AR), M=M + 1)
     assert registry.refusal(odd, "hopper", boxes, Plan("hopper")) == "no link"
 

@@ -5,9 +5,10 @@ Frameworks ask TransformerEngine's layer for the norm's output, whose class ours
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
 
 from torch.nn import Module
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from flux_megatron.integration.norm_linear import FluxLayerNormColumnParallelLinear
 
@@ -15,25 +16,28 @@ ASKED_BY = "to_wrap"  # Megatron-Bridge's wrapper, which takes the norm's output
 BLIND = "base_layer"  # peft's, which never does
 
 
-def watch(model: Module) -> None:
-    """From the model's first forward on, when its adapters are there, layers give them the norm's
-    output. `ValueError` then for adapters that cannot take it.
+@cache
+def watch() -> None:
+    """From now on whoever wraps such a layer gets the norm's output, or `ValueError` if it cannot
+    take that. Layers of ours outlive `disable`, so this does too.
     """
-    model.register_forward_pre_hook(_ask)
+    register_module_module_registration_hook(_ask)
 
 
-def _ask(model: Module, _: Any) -> None:
-    hooks = model._forward_pre_hooks  # those of a copy have this one too
-    for key in [key for key, hook in hooks.items() if hook is _ask]:
-        del hooks[key]
-    for name, layer in model.named_modules():
-        if not isinstance(layer, FluxLayerNormColumnParallelLinear):
-            continue
-        path, _, last = name.rpartition(".")
-        if last == BLIND:
-            raise ValueError(
-                f"{path}: the adapter reads rows before the norm that is inside our layer, rows "
-                "behind it expected: leave such layers out, as layers=['proj', 'fc2'] does"
-            )
-        if last == ASKED_BY:
-            layer.return_layernorm_output = True
+def ask(model: Module) -> None:
+    """The same of wrappers that are there already."""
+    for wrapper in model.modules():
+        for name, layer in wrapper.named_children():
+            _ask(wrapper, name, layer)
+
+
+def _ask(wrapper: Module, name: str, layer: Module | None) -> None:
+    if not isinstance(layer, FluxLayerNormColumnParallelLinear):
+        return
+    if name == BLIND:
+        raise ValueError(
+            f"{type(wrapper).__name__}: the adapter reads rows before the norm that is inside our "
+            "layer, rows behind it expected: leave such layers out, as layers=['proj', 'fc2'] does"
+        )
+    if name == ASKED_BY:
+        layer.return_layernorm_output = True

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.core.transformer import torch_norm
 
-from flux_megatron.integration import autoload, fp8, local_graphs, stand_ins
+from flux_megatron.integration import adapters, autoload, fp8, local_graphs, resolved, stand_ins
 from flux_megatron.integration.layers import is_head, layer_of
 from flux_megatron.integration.norm import NORMS, FluxNorm
 from flux_megatron.integration.replaced import around
@@ -33,6 +33,7 @@ def until_stopped() -> Iterator[contextlib.ExitStack]:
     stop()
     with contextlib.ExitStack() as undo:
         local_graphs.mend(undo)
+        adapters.watch()
         yield undo
         _undo.push(undo.pop_all())
 
@@ -67,6 +68,7 @@ def _become(
             original(self, *args, **kwargs)
             return
         autoload.made += 1
+        resolved.resolve_config(kwargs["config"])
         if fp8.keeps(stock, kwargs["config"]):
             fp8.check(kwargs["config"])
             original(self, *args, **kwargs)

@@ -8,11 +8,12 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from megatron.core.models.common.language_module import language_module
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import MegatronModule
 from torch.nn import Module
 
 from flux_megatron import settings
-from flux_megatron.integration import adapters, building, coverage, install, replacing, stand_ins
+from flux_megatron.integration import building, coverage, install, replacing, stand_ins
 from flux_megatron.integration import experts as moe
 from flux_megatron.integration.flags import LAYERS, FluxOptions, names_given
 from flux_megatron.integration.layers import FluxColumnParallelLinear
@@ -109,4 +110,12 @@ def _say(undo: contextlib.ExitStack, layers: tuple[str, ...] | None) -> None:
         original(self, *args, **kwargs)
         if isinstance(self, language_module.LanguageModule):
             self.register_forward_pre_hook(say)
-            adapters.watch(self)
+
+    if not hasattr(GPTModel, "build_schedule_plan"):
+        return
+
+    @around(GPTModel, "build_schedule_plan", undo)
+    def planned(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        if say in self._forward_pre_hooks.values():  # such a model is never called
+            say(self, None)
+        return original(self, *args, **kwargs)

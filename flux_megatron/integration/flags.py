@@ -153,7 +153,8 @@ def _check_compare(block: int, args: Any) -> None:
         raise ValueError(
             f"--flux-compare {block} given, 2 or more expected: the first of a block only warms up"
         )
-    if getattr(args, "enable_cuda_graph", None) or (
+    graphs = ("enable_cuda_graph", "external_cuda_graph")  # which Megatron makes an implementation
+    if any(getattr(args, name, None) for name in graphs) or (
         getattr(args, "cuda_graph_impl", None) not in (None, "none")
     ):
         raise ValueError(

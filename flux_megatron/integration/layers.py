@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import layers as stock
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 from torch import Tensor
 
@@ -59,6 +63,7 @@ class FluxColumnParallelLinear(DelayedWgrad, ColumnParallelLinear):
         if unknown := seams.unknown_arguments(ColumnParallelLinear, kwargs):
             self.unknown_arguments = unknown
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
+        _tag(self, 0, kwargs)
         # in every layer, so that pipeline stages without an LM head refuse too, and do not wait
         if config.defer_embedding_wgrad_compute and not stock._grad_accum_fusion_available:
             raise RuntimeError(
@@ -119,6 +124,7 @@ class FluxRowParallelLinear(DelayedWgrad, RowParallelLinear):
         super().__init__(*args, **kwargs)
         if unknown := seams.unknown_arguments(RowParallelLinear, kwargs):
             self.unknown_arguments = unknown
+        _tag(self, 1, kwargs)
         if self.config.delay_wgrad_compute:
             self.delay_wgrad()
 
@@ -157,6 +163,20 @@ class FluxRowParallelLinear(DelayedWgrad, RowParallelLinear):
     def _communicates(self) -> bool:
         """Experts leave communication to their token dispatcher."""
         return self.tp_group.size() > 1 and not self.explicit_expert_comm
+
+
+def _tag(layer: Any, dim: int, kwargs: Mapping[str, Any]) -> None:
+    """Where nothing is initialised megatron-core up to 0.17 leaves the weight without the tags by
+    which norms of gradients count the shards of all ranks; TransformerEngine has them, and zeros in
+    the bias.
+    """
+    if layer.weight is None or layer.config.perform_initialization:
+        return
+    if not hasattr(layer.weight, "tensor_model_parallel"):
+        set_tensor_model_parallel_attributes(layer.weight, True, dim, kwargs.get("stride", 1))
+    if layer.bias is not None:
+        with torch.no_grad():
+            layer.bias.zero_()
 
 
 def _into_buffer(buffer: list[Tensor], weight: Any, inner: torch.Size) -> Deferred:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from flux_megatron.integration import adapters, coverage, fp8, install, seams, stand_ins
+from flux_megatron.integration import adapters, coverage, fp8, install, resolved, seams, stand_ins
 from flux_megatron.integration.flags import LAYERS, names_given
 from flux_megatron.integration.layers import FluxColumnParallelLinear
 from flux_megatron.overlap.report import Layers, forget_layers
@@ -65,8 +65,9 @@ def replace(model: Module | Iterable[Module], *, layers: Collection[str] | None 
             return result
         coverage.say(result, models)
         _models.update(models)
+        adapters.watch()
         for each in models:
-            adapters.watch(each)
+            adapters.ask(each)
     except BaseException:
         undo(layer for layer, *_ in found)
         raise
@@ -100,6 +101,7 @@ def undo(layers: Iterable[Module] | None = None) -> None:
 
 
 def _check(layer: Any, kind: str | None) -> None:
+    resolved.resolve_config(layer.config)
     if fp8.keeps(type(layer), layer.config):
         fp8.check(layer.config)
     else:  # the LM head has 16 bits beside layers of FP8

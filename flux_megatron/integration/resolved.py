@@ -30,8 +30,25 @@ def resolve(args: Any) -> None:
     given = settings.read(os.environ)
     if given.beside == "auto":
         os.environ["FLUX_MEGATRON_BESIDE"] = "1" if overlapped_in(args) else "0"
-    if given.tune == "auto" and alike_in(args):
+    if getattr(args, "deterministic_mode", False):
+        resolve_config(args)
+    elif given.tune == "auto" and alike_in(args):
         os.environ["FLUX_MEGATRON_TUNE"] = "met"
+
+
+def resolve_config(config: Any) -> None:
+    """Race nothing in this process from now on, if a model's configuration, or the arguments, are
+    for the same bits in each run. `ValueError` where races are asked for.
+    """
+    if not getattr(config, "deterministic_mode", False) or settings.get().tune == "off":
+        return
+    if settings.get().tune == "on":
+        raise ValueError(
+            "FLUX_MEGATRON_TUNE=on given with deterministic_mode, off or auto expected: measured "
+            "times choose the order of sums"
+        )
+    os.environ["FLUX_MEGATRON_TUNE"] = "off"
+    settings.reload()
 
 
 def alike_in(args: Any) -> bool:

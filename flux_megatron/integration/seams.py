@@ -78,6 +78,14 @@ def wrong_values(holder: Any) -> Iterator[tuple[str, Any, str, bool]]:
     if getattr(holder, "delay_wgrad_compute", False) and _te_captures_layers(holder):
         why = "TransformerEngine's graphs take delayed gradients of its own layers alone"
         yield "delay_wgrad_compute", True, why, False
+    if getattr(holder, "defer_embedding_wgrad_compute", False) and (
+        getattr(holder, "mtp_num_layers", None)
+    ):
+        why = (
+            "with multi-token prediction Megatron itself takes the LM head's inputs in the order "
+            "of forward and their gradients in that of backward"
+        )
+        yield "defer_embedding_wgrad_compute", True, why, True
     whole = "whole iterations were never captured with our calls in them"
     for name in ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules"):
         several = _several(getattr(holder, name, None))

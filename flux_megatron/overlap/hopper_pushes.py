@@ -26,8 +26,10 @@ PUSHES = ((64 << 20, COMM_TILES_MAX), ((16 << 20) - 1, 4), (BY_SM_BYTES, 2))
 BY_SM_BYTES_K = 1 << 35
 LATE_LINK_K = 2048
 
-# Of GEMM+AR whose sums copy engines push, too.
-SUMS = (4, 16)
+# Of GEMM+AR whose sums copy engines push, too: shards of more bytes in eight communication tiles,
+# which take .97 of the time of four in three shapes, and 1.04 to 1.10 where shards have less (by
+# mailboxes, two ranks with half of an H200 each, 2026-12-01, h200/checks.jsonl).
+SUMS_BYTES = 24 << 20
 # By so many waves of tiles local ones follow those that peers add to them: one for these to be
 # made, the others to travel.
 BEHIND_WAVES = 2.5
@@ -64,7 +66,8 @@ def others(problem: Problem) -> list[Push]:
 
 def of_sums(problem: Problem) -> list[Push]:
     """The same of GEMM+AR whose sums copy engines push, too."""
-    return [("engines", min(count, most_comm_tiles(problem.world_size))) for count in SUMS]
+    counts = (8, 4) if _shard_bytes(problem) > SUMS_BYTES else (4, 8)
+    return [("engines", count) for count in counts]
 
 
 def most_comm_tiles(world_size: int) -> int:

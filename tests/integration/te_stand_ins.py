@@ -23,7 +23,11 @@ from megatron.core.extensions import transformer_engine, transformer_engine_spec
 from megatron.core.models import backends
 from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import (
     attention,
@@ -108,6 +112,9 @@ class _Linear(_State):
         given.defer_embedding_wgrad_compute = False  # TransformerEngine's know nothing of it
         super().__init__(input_size, output_size, config=given, **options)
         self.config = given
+        if not hasattr(self.weight, "tensor_model_parallel"):  # where nothing is initialised
+            dim = int(isinstance(self, RowParallelLinear))
+            set_tensor_model_parallel_attributes(self.weight, True, dim, 1)
         self.out_features, self.in_features = self.weight.shape  # of this rank
         self.te_return_bias = options["skip_bias_add"] and options["bias"]
         if not options["bias"]:  # a plain attribute

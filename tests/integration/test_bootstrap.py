@@ -27,7 +27,7 @@ from side_by_side import parse
 from test_replaced import changed, core
 
 from flux_megatron import settings
-from flux_megatron.integration import install, provider, requirements
+from flux_megatron.integration import install, provider, requirements, resolved
 from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.flags import FluxOptions, add_flux_arguments, options_from
 from flux_megatron.integration.layers import FluxColumnParallelLinear, layer_of
@@ -332,6 +332,24 @@ def test_where_all_micro_batches_are_alike_ranges_are_raced_as_they_are_met(rank
     vars(args).update(given)
     install.install_from(args)
     assert settings.get().tune == expected
+
+
+@pytest.mark.parametrize("wanted", [None, "met", "off", "on"])
+@on_cpu_ranks(1)
+def test_where_bits_are_to_be_the_same_nothing_is_raced(rank, wanted):
+    """Of arguments that `--spec` has, as of a model's configuration."""
+    os.environ.pop("FLUX_MEGATRON_TUNE", None)
+    if wanted:
+        os.environ["FLUX_MEGATRON_TUNE"] = wanted
+    settings.reload()
+    args = parse("--flux-overlap")
+    args.deterministic_mode = True
+    if wanted == "on":
+        with pytest.raises(ValueError, match="FLUX_MEGATRON_TUNE=on given with deterministic_mode"):
+            resolved.resolve(args)
+        return
+    resolved.resolve(args)
+    assert settings.get().tune == "off"
 
 
 @pytest.mark.parametrize("wanted", ["auto", "on", "off"])

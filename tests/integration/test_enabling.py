@@ -214,6 +214,24 @@ def test_strict_refuses_layers_that_are_not_ours(rank):
     model.decoder.layers[0].mlp.linear_fc2.__class__ = Foreign
     with pytest.raises(errors.FallbackRefused, match=r"4 of 5 .* built a .*Foreign"):
         sbs.one_step(model)
+    if hasattr(GPTModel, "build_schedule_plan"):  # in place of a forward of the model
+        model = build(False, tensor_model_parallel_size=1)
+        model.decoder.layers[0].mlp.linear_fc2.__class__ = Foreign
+        with pytest.raises(errors.FallbackRefused, match=r"4 of 5 .* built a .*Foreign"):
+            model.build_schedule_plan()
+
+
+@sbs.on_tp_ranks(1)
+def test_a_model_of_the_same_bits_in_each_run_races_nothing(rank):
+    for way in ("enable", "replace"):
+        os.environ["FLUX_MEGATRON_TUNE"] = "auto"
+        settings.reload()
+        sbs.with_ours(way, lambda: build(False, tensor_model_parallel_size=1))
+        assert settings.get().tune == "auto"
+        more = {"tensor_model_parallel_size": 1, "deterministic_mode": True}
+        sbs.with_ours(way, lambda more=more: build(False, **more))
+        assert settings.get().tune == "off"
+        flux_megatron.disable()
 
 
 @pytest.mark.parametrize(

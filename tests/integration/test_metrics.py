@@ -311,7 +311,9 @@ def test_compare_takes_blocks_of_two_or_more_and_no_cuda_graphs():
     assert options(*compare, "10", cuda_graph_impl="none", enable_cuda_graph=False).compare == 10
     with pytest.raises(ValueError, match="--flux-compare 1 given, 2 or more expected"):
         options(*compare, "1")
-    for graphs in ({"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}):
+    for graphs in (
+        {"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}, {"external_cuda_graph": True}
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="--flux-compare given with CUDA graphs"):
             options(*compare, "10", **graphs)
     with pytest.raises(ValueError, match="--flux-compare given without --flux-overlap"):

@@ -326,6 +326,7 @@ REFUSE = [
 UNTRIED_TOGETHER = [
     (TE, WITH_FSDP, "--delay-wgrad-compute: "),
     (LOCAL, LOST, "--mtp-num-layers: "),
+    (TE, DEFERRED | {"mtp_num_layers": 1}, "--defer-embedding-wgrad-compute True: "),
     (TE, FP8 | {"fp8_recipe": "blockwise"}, "--fp8-recipe blockwise: it takes the host longer"),
     (TE, FP8 | {"spec": requirements.OUR_SPEC}, "--fp8-format: it was never tried with --spec"),
 ]

@@ -146,6 +146,26 @@ def _compare(rank: int, options: dict[str, Any]) -> None:
         sbs.assert_same([*own.parameters()], [*theirs.parameters()])
 
 
+@on_cpu_ranks(2)
+def test_layers_that_nobody_initialises_have_the_tags_of_transformer_engine_s(rank):
+    """By them norms of gradients count the shards of all ranks."""
+    options = {"perform_initialization": False}
+    start(options)
+    (stock,) = chunks(options, True)
+    assert te.overlap()
+    (model,) = chunks(options, True)
+    head = "output_layer.weight"  # megatron-core's own, which has them from 0.18 on
+    of_stock, of_ours = (
+        {name: tags(one) for name, one in each.named_parameters()} for each in (stock, model)
+    )
+    split = {"tensor_model_parallel": True, "partition_dim": 0}
+    assert of_ours.pop(head) == of_stock.pop(head) | split
+    assert of_ours == of_stock
+    biases = [one for name, one in model.named_parameters() if name.endswith("linear_fc1.bias")]
+    assert biases
+    assert not any(one.any() for one in biases)
+
+
 def classes(model: GPTModel, ours: dict[type, type]) -> list[tuple[str, type]]:
     """Every module in order, with its class; what is in an expert stays as it is."""
     return [
