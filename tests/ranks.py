@@ -36,6 +36,10 @@ if SHARED and DEVICE == "cuda":
     GPU_RANKS = max(4, GPU_RANKS)
 # for tests of which GPU is whose, and of races, which take minutes where kernels take turns
 OWN_GPUS = pytest.mark.skipif(SHARED or GPU_RANKS < 2, reason="needs two GPUs")
+TAKE_TURNS = SHARED and "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in os.environ
+SIDE_BY_SIDE = pytest.mark.skipif(
+    TAKE_TURNS or GPU_RANKS < 2, reason="needs ranks that run side by side: two GPUs, or MPS"
+)
 # For tests of what overlaps. Without it interpreted calls are fused too, but on GPUs that the cost
 # model knows shards of few rows are left to `sequential`.
 FUSED = {"FLUX_MEGATRON_STRATEGY": "fused"}

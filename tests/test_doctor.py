@@ -57,10 +57,14 @@ def test_missing_torch_is_said_and_stops_a_run():
 def test_packages_of_the_laboratory_are_for_where_it_is(monkeypatch, installed, wanted):
     monkeypatch.setattr(lab_commands, "is_installed", lambda command: installed)
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
-    found = {one.subject: one.remedy for one in packages.other_packages(Wanted())}
+    found = {one.subject: one for one in packages.other_packages(Wanted())}
     expected = {name for name, extra in EXTRAS.items() if extra in ("launch", wanted)}
     assert {name for name in EXTRAS if name in found} == expected
-    assert found["yaml"] == "pip install 'flux-megatron[launch]'"
+    launch = ("missing", "pip install 'flux-megatron[launch]'")
+    assert (found["yaml"].status, found["yaml"].remedy) == launch
+    assert {found[name].status for name, extra in EXTRAS.items() if extra == "train" == wanted} <= {
+        "note"
+    }, "a run starts without"
 
 
 def test_missing_gpus_stop_a_run(monkeypatch):

@@ -35,7 +35,12 @@ PLANS = {
 HOPPER = {
     "hopper": Plan("hopper", comm_rows=64, tile=TILE),
     "hopper by SM": Plan("hopper", comm_rows=40, tile=TILE, transport="sm"),
+    "hopper by engines": Plan("hopper", comm_rows=64, tile=TILE, transport="engines"),
 }
+OPERATIONS = {
+    "ag_gemm": ops.all_gather_gemm, "gemm_rs": ops.gemm_reduce_scatter,
+    "gemm_ar": ops.gemm_all_reduce,
+}  # fmt: skip
 
 
 class Captured:
@@ -47,9 +52,13 @@ class Captured:
         if plan.strategy == "hopper":
             K = 8 * 64 * (self.group.size() - 1)  # the least that its GEMM+RS takes
             sizes = {"M_shard": 128, "N_local": 136, "K_local": K, "kept": 0.2}
+        plans = dict.fromkeys(OPERATIONS, plan)
+        if plan.strategy == "signalled":
+            plans["ag_gemm"] = SEQUENTIAL
+        if plan.transport == "engines":  # which push sums
+            plans["ag_gemm"] = plans["gemm_rs"] = replace(plan, transport="copy_engine")
         self.cases = [
-            Case(pattern, **sizes, dtype=torch.bfloat16, plan=plan if built else SEQUENTIAL)
-            for pattern, built in (("ag_gemm", plan.strategy != "signalled"), ("gemm_rs", True))
+            Case(pattern, **sizes, dtype=torch.bfloat16, plan=one) for pattern, one in plans.items()
         ]
         self.inputs = [self._mine(operands(case, self.group.size())) for case in self.cases]
 
@@ -67,10 +76,9 @@ class Captured:
         return expected
 
     def call(self) -> list[torch.Tensor]:
-        (ag, rs), (x, y) = self.cases, self.inputs
         return [
-            ops.all_gather_gemm(*x, self.group, plan=ag.plan),
-            ops.gemm_reduce_scatter(*y, self.group, plan=rs.plan),
+            OPERATIONS[case.pattern](*given, self.group, plan=case.plan)
+            for case, given in zip(self.cases, self.inputs, strict=True)
         ]
 
     def graph(self) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:

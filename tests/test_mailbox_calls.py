@@ -14,7 +14,7 @@ import torch.distributed as dist
 from cases import ON_HOPPER, Case, check, check_all, hopper_cases
 from layer_cases import check as check_layer
 from layer_cases import layer
-from ranks import OWN_GPUS, be_late, on_device_ranks
+from ranks import SIDE_BY_SIDE, be_late, on_device_ranks
 from test_graphs import HOPPER, PLANS, replays
 
 import flux_megatron
@@ -25,7 +25,7 @@ from flux_megatron.symm import cuda_memory
 from flux_megatron.symm.workspaces import workspace
 
 pytestmark = [
-    OWN_GPUS, pytest.mark.skipif(not torch.cuda.is_available(), reason="mailboxes are of GPUs"),
+    SIDE_BY_SIDE, pytest.mark.skipif(not torch.cuda.is_available(), reason="mailboxes are of GPUs"),
 ]  # fmt: skip
 NEEDS_HOPPER = pytest.mark.skipif(
     not ON_HOPPER, reason="`hopper` needs GPUs of compute capability 9"
@@ -68,6 +68,7 @@ def test_hopper_is_exact(rank, pattern):
 @pytest.mark.parametrize("plan", [
     pytest.param(PLANS["pipelined"], id="pipelined"),
     pytest.param(HOPPER["hopper"], id="hopper", marks=NEEDS_HOPPER),
+    pytest.param(HOPPER["hopper by engines"], id="engines", marks=NEEDS_HOPPER),
 ])  # fmt: skip
 @on_device_ranks(2)
 def test_replays_between_eager_calls(rank, plan):
@@ -91,6 +92,19 @@ def test_many_calls_of_late_ranks(rank):
         if number % 7 == 3 * rank:
             be_late(0.01)
         check(replace(cases[number % 2], seed=number))
+
+
+@NEEDS_HOPPER
+@pytest.mark.parametrize("connections", ["8", "1"])
+@on_device_ranks(2, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "{connections}"}, fresh=True)
+def test_sums_travel_early_in_one_queue_too(rank):
+    reach_nobody()
+    case = Case("gemm_ar", 512, 520, 512, dtype=torch.bfloat16, kept=0.2,
+                plan=HOPPER["hopper by engines"])  # fmt: skip
+    for number in range(20):
+        if number % 7 == 3 * rank:
+            be_late(0.01)
+        check(replace(case, seed=number))
 
 
 IN_ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "{connections}", "FLUX_MEGATRON_TIMEOUT_S": "2"}

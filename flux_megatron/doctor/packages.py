@@ -180,11 +180,14 @@ def other_packages(wanted: Wanted) -> Iterator[Finding]:
     if wanted.checkout is None:
         from flux_megatron import lab_commands
 
-        extras = ("launch", "train") if lab_commands.is_installed("train") else ("launch",)
+        # `--save` and our own loop, of the laboratory, need what launches do without
+        kinds = {"launch": "missing"}
+        if lab_commands.is_installed("train"):
+            kinds["train"] = "note"
         for name, extra in command_errors.EXTRAS.items():
-            if extra in extras and find_spec(name) is None:
+            if extra in kinds and find_spec(name) is None:
                 remedy = f"pip install 'flux-megatron[{extra}]'"
-                yield Finding(name, "missing", "not installed", remedy)
+                yield Finding(name, kinds[extra], "not installed", remedy)
 
 
 def frameworks(wanted: Wanted) -> Iterator[Finding]:

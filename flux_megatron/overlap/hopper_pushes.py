@@ -27,7 +27,7 @@ BY_SM_BYTES_K = 1 << 35
 LATE_LINK_K = 2048
 
 # Of GEMM+AR whose sums copy engines push, too: shards of more bytes in eight communication tiles,
-# which take .97 of the time of four in three shapes, and 1.04 to 1.10 where shards have less (by
+# which take .97 to .98 of the time of four in three shapes, and 1.04 to 1.07 in three with less (by
 # mailboxes, two ranks with half of an H200 each, 2026-12-01, h200/checks.jsonl).
 SUMS_BYTES = 24 << 20
 # By so many waves of tiles local ones follow those that peers add to them: one for these to be

@@ -136,9 +136,9 @@ def candidates(problem: Problem, name: str, missing: Missing | None = None) -> l
     plans = dict.fromkeys([module.default_plan(problem), *module.candidates(problem)])
     able = [one for one in plans if missing is None or not refusal(problem, name, missing, one)]
     if missing is not None:
-        # By mailboxes sums that travel early take .80 to .91 of the time of sums that travel at the
-        # end, .98 and 1.04 where the link takes much longer than the GEMM (six shapes, two ranks
-        # with half of an H200 each, 2026-12-01, h200/checks.jsonl).
+        # By mailboxes sums that travel early take .80 to .92 of the time of sums that travel at the
+        # end, 1.01 and 1.04 where the link takes much longer than the GEMM (four and two shapes,
+        # two ranks with half of an H200 each, 2026-12-01, h200/checks.jsonl).
         able.sort(key=lambda plan: plan.transport != "engines")
     return [plan for plan in able if module.why_not(problem, plan) is None]
 
