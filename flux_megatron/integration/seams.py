@@ -97,7 +97,8 @@ def _te_captures_layers(holder: Any) -> bool:
     """Whether TransformerEngine's graphs have dense layers of 16 bits in them: the calls of
     `backward_dw` that it captures are those of its own classes.
     """
-    if getattr(holder, "cuda_graph_impl", None) != "transformer_engine":
+    asked = getattr(holder, "external_cuda_graph", False)  # the name of it up to 0.14
+    if not asked and getattr(holder, "cuda_graph_impl", None) != "transformer_engine":
         return False
     if getattr(holder, "fp8", None) is not None:
         return False

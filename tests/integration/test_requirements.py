@@ -313,6 +313,7 @@ REFUSE = [
     *((LOCAL, net, "--experimental-attention-variant: it needs TransformerEngine's layers: "
        "Megatron builds it of nothing else") for net in NETS),
     (TE, GRAPHS, "--delay-wgrad-compute True: "),
+    (TE, DELAYED | {"external_cuda_graph": True}, "--delay-wgrad-compute True: "),
     (TE, GRAPHS | {"cuda_graph_scope": ["attn", "moe_router"]}, "--delay-wgrad-compute True: "),
     (TE, GRAPHS | {"cuda_graph_modules": "attn"}, "--delay-wgrad-compute True: "),
     (TE, GRAPHS | {"cuda_graph_scope": "full"}, "--delay-wgrad-compute True: "),
