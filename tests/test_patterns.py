@@ -82,6 +82,8 @@ def test_mailboxes_will_do_where_copy_engines_alone_reach_other_ranks(monkeypatc
     assert registry.refusal(problem(ROW), "hopper", boxes, by_sms) == "no link"
     summed = problem(Pattern.GEMM_AR)
     assert registry.default_plan(summed, "hopper", boxes).transport == "engines"
+    backward = registry.candidates(replace(summed, layout="nn"), "hopper", boxes)
+    assert [backward[0].transport, backward[-1].transport] == ["copy_engine", "engines"]
     assert all(one.transport != "engines" for one in racers(summed, ["hopper"]))
     odd = replace(problem(Pattern.GEMM_AR), M=M + 1)
     assert registry.refusal(odd, "hopper", boxes, Plan("hopper")) == "no link"

@@ -138,8 +138,9 @@ def candidates(problem: Problem, name: str, missing: Missing | None = None) -> l
     if missing is not None:
         # By mailboxes sums that travel early take .80 to .92 of the time of sums that travel at the
         # end, 1.01 and 1.04 where the link takes much longer than the GEMM (four and two shapes,
-        # two ranks with half of an H200 each, 2026-12-01, h200/checks.jsonl).
-        able.sort(key=lambda plan: plan.transport != "engines")
+        # two ranks with half of an H200 each, 2026-12-01, h200/checks.jsonl). In backward wgrad
+        # hides those at the end.
+        able.sort(key=lambda plan: (plan.transport == "engines") == problem.is_backward)
     return [plan for plan in able if module.why_not(problem, plan) is None]
 
 
