@@ -45,9 +45,6 @@ def tune(problems: Sequence[Problem], again: bool, out: Path | None, name: str) 
         find = plan_cache.opened(Entry, settings.get().cache, device).find
         measured = partial(_measured, group, device)
         entries = measure_all(problems, group, device, again, find, measured)
-        if dist.get_rank() == 0:
-            where = plan_cache.user_folder(settings.get().cache)
-            Console().print(f"{len(entries)} plans kept in {where}", soft_wrap=True)
         if out is not None and dist.get_rank() == 0:
             connections = environment.of(device).max_connections
             file = out / f"{name}_tp{group.size()}_connections-{connections}.json"
@@ -101,6 +98,8 @@ def measure_all(
                 plan_cache.keep(entry, settings.get().cache, device)
             entries.append(entry)
             console.print(table(entry, known))
+    where = plan_cache.user_folder(settings.get().cache)
+    console.print(f"{len(entries)} plans kept in {where}", soft_wrap=True)
     return entries
 
 
