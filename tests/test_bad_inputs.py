@@ -114,6 +114,18 @@ def test_rows_that_a_known_layer_kind_cannot_have_are_refused(rank):
     check(Case("gemm_rs", 3, 5, 4))
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="GPU ranks serve other tests, with these settings")
+@on_device_ranks(1)
+def test_a_layer_kind_is_known_under_the_settings_that_it_was_met_with(rank):
+    for beside in ("0", "1"):
+        os.environ["FLUX_MEGATRON_BESIDE"] = beside
+        settings.reload()
+        for rows in (4, 6):
+            GATHER(tensor(rows, 4), tensor(5, 4), dist.group.WORLD)
+        checked = workspaces.workspaces()[0].checked.values()
+        assert {one.problem.beside for one in checked} == {beside == "1"}
+
+
 def completed(call: Callable) -> None:
     call()
     if DEVICE == "cuda":

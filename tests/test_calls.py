@@ -384,6 +384,13 @@ def test_a_captured_call_is_python_s(space, monkeypatch):
         assert (("launch", CALLERS) in streams(space)) == (not captured)
 
 
+def test_no_lists_are_made_in_a_capture(space, monkeypatch):
+    monkeypatch.setattr(calls, "capturing", lambda device: True)
+    for number in range(3):
+        by_kernel(*operands(number), "nt", PLAN, space)
+    assert program(space).lists is None
+
+
 def test_no_lists_are_made_of_steps_that_another_thread_has_forgotten(space):
     for number in range(2):
         by_kernel(*operands(number), "nt", PLAN, space)

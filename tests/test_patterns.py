@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from flux_megatron import doctor, ops
 from flux_megatron.doctor import strategies as page
+from flux_megatron.kernels.hopper.config import TILE
 from flux_megatron.lab import reference
 from flux_megatron.lab.perf.operator_cost import moved_bytes
 from flux_megatron.overlap import hopper, registry
@@ -80,11 +81,14 @@ def test_mailboxes_will_do_where_copy_engines_alone_reach_other_ranks(monkeypatc
     assert registry.default_plan(problem(ROW), "hopper", boxes).transport == "copy_engine"
     assert registry.default_plan(problem(ROW), "hopper", None) is by_sms
     assert registry.refusal(problem(ROW), "hopper", boxes, by_sms) == "no link"
-    summed = problem(Pattern.GEMM_AR)
+    summed = replace(problem(Pattern.GEMM_AR), M=4096, N=5120, K=8192, world_size=2)
     assert registry.default_plan(summed, "hopper", boxes).transport == "engines"
-    backward = registry.candidates(replace(summed, layout="nn"), "hopper", boxes)
-    assert [backward[0].transport, backward[-1].transport] == ["copy_engine", "engines"]
+    for one in (replace(summed, layout="nn"), replace(summed, world_size=4)):
+        assert registry.default_plan(one, "hopper", boxes).transport == "copy_engine"
+    assert any(one.transport == "engines" for one in racers(summed, ["hopper"], boxes))
     assert all(one.transport != "engines" for one in racers(summed, ["hopper"]))
+    of_one_tile = replace(summed, M=256, N=256)
+    assert registry.why_not(of_one_tile, Plan("hopper", tile=TILE, transport="engines"))
     odd = replace(problem(Pattern.GEMM_AR), M=M + 1)
     assert registry.refusal(odd, "hopper", boxes, Plan("hopper")) == "no link"
 

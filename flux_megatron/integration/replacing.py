@@ -59,15 +59,15 @@ def replace(model: Module | Iterable[Module], *, layers: Collection[str] | None 
     try:
         for layer, kind, ours in found:
             _become(layer, kind, ours)
+        adapters.watch()
+        for each in models:
+            adapters.ask(each)
         result = coverage.layers_of(models, chosen)
         if not result.total:
             _say_that_it_is_empty(models)
             return result
         coverage.say(result, models)
         _models.update(models)
-        adapters.watch()
-        for each in models:
-            adapters.ask(each)
     except BaseException:
         undo(layer for layer, *_ in found)
         raise

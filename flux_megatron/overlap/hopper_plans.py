@@ -121,6 +121,10 @@ def why_not(problem: Problem, plan: Plan) -> str | None:
         return f"every rank adds up all results of GEMM+AR in 16 bits, none {what}"
     if plan.transport == "engines" and (problem.pattern is not Pattern.GEMM_AR or problem.scaled):
         return f"copy engines push sums of GEMM+AR in 16 bits, none of {problem}"
+    if plan.transport == "engines":
+        rows = cdiv(problem.M, problem.world_size)
+        if tiles_of_shard(rows, problem.N_local, plan.tile) < 2:
+            return f"a shard of {rows} x {problem.N_local} is one tile, whose sum cannot go early"
     tile, out_dtype = plan.tile, getattr(torch, problem.out_dtype) if problem.scaled else None
     slices = 1 if problem.spec.gathers else tile.block_n // SLICE_COLUMNS
     if (fitting := slice_buffers(tile, out_dtype)) >= slices:

@@ -9,7 +9,9 @@
 | gemm chunk | a library GEMM, on all rows or on some |
 | gemm_rs kernel | the kernel that multiplies and scatters |
 | signalled_gemm kernel, gathered_gemm kernel | the kernel whose bands collectives move, or bring |
-| scatter push | pushes of partial results to their owners, each with its signal [B] |
+| scatter push | pushes of partial results to their owners, each with its signal [B], and of sums \
+to every rank, [A] |
+| arrivals | what the mailbox brings, behind [M] |
 | reduce | the sum of what all ranks have sent |
 | all-gather, reduce-scatter, all-reduce | the start of a collective |
 | embedding_a2a kernel | the kernel that pools bags and sends them |

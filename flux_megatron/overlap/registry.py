@@ -139,8 +139,9 @@ def candidates(problem: Problem, name: str, missing: Missing | None = None) -> l
         # By mailboxes sums that travel early take .80 to .92 of the time of sums that travel at the
         # end, 1.01 and 1.04 where the link takes much longer than the GEMM (four and two shapes,
         # two ranks with half of an H200 each, 2026-12-01, h200/checks.jsonl). In backward wgrad
-        # hides those at the end.
-        able.sort(key=lambda plan: (plan.transport == "engines") == problem.is_backward)
+        # hides those at the end, and more ranks were not measured.
+        last = problem.is_backward or problem.world_size > 2
+        able.sort(key=lambda plan: (plan.transport == "engines") == last)
     return [plan for plan in able if module.why_not(problem, plan) is None]
 
 

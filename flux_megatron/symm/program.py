@@ -178,10 +178,11 @@ class CallProgram:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Steps inside belong to this phase of the call (`overlap.phase`)."""
+        """Steps inside belong to this phase of the call (`overlap.phase`), then to that around."""
+        around, _ = self.segments[-1][-1]
         self._name(name)
         yield
-        self._name("")
+        self._name(around)
 
     def _name(self, phase: str) -> None:
         self._steps = []

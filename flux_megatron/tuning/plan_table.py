@@ -138,4 +138,8 @@ def racers(problem: Problem, names: Sequence[str], missing: Missing | None = Non
         raced = [name for name in raced if name != "signalled"] or raced
     able = (registry.candidates(problem, name, missing)[:FIRST_PLANS] for name in raced)
     found = [plan for plans in able for plan in plans]
+    if missing is None:
+        found = [
+            plan for plan in found if plan.transport != "engines"
+        ]  # measured by mailboxes alone
     return [sequential.default_plan(problem), *found]

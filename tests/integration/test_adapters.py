@@ -192,5 +192,7 @@ def test_adapters_that_read_rows_before_the_norm_are_refused(rank, way):
     flux_megatron.disable()
     (model,) = chunks({}, True)
     wrap(model, Blind)
+    before = flux_megatron.report().layers
     with pytest.raises(ValueError, match="Blind: the adapter reads rows before the norm"):
         flux_megatron.replace(model)
+    assert flux_megatron.report().layers == before

@@ -352,6 +352,15 @@ def test_where_bits_are_to_be_the_same_nothing_is_raced(rank, wanted):
     assert settings.get().tune == "off"
 
 
+@on_cpu_ranks(1)
+def test_a_knob_for_the_same_bits_comes_before_the_variable(rank):
+    os.environ["FLUX_MEGATRON_TUNE"] = "on"
+    args = parse("--flux-overlap")
+    args.deterministic_mode = True
+    install.install_from(args)
+    assert settings.get().tune == "off"
+
+
 @pytest.mark.parametrize("wanted", ["auto", "on", "off"])
 @on_cpu_ranks(1)
 def test_a_knob_says_how_ranges_are_raced(rank, wanted):
