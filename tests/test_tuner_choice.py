@@ -330,6 +330,7 @@ def test_a_plan_keeps_its_share_of_rows():
     assert for_rows(HALVES, 4096, LAYER) == HALVES
     assert for_rows(HALVES, 4096, replace(LAYER, M=6000)).comm_rows == 1500
     assert for_rows(PLAIN, 4096, replace(LAYER, M=6000)) == PLAIN
+    assert for_rows(HALVES, 1, replace(LAYER, M=6000)).comm_rows == 3000  # fewer than ranks
     bands = Plan("signalled", tile=Tile(64, 64, 32), group_rows=(256, 512))
     on_cpu = replace(LAYER, M=6016, device="cpu")
     assert LAYER.world_size == 2, "1280 rows are in the last band of 2048"

@@ -99,7 +99,7 @@ def for_rows(plan: Plan, M: int, problem: Problem) -> Plan:
     groups of the same shares. The strategy's own plan in place of one that these rows do not allow.
     """
     if M != problem.M and plan.comm_rows:
-        comm_tiles = cdiv(M // problem.world_size, plan.comm_rows)
+        comm_tiles = max(1, cdiv(M // problem.world_size, plan.comm_rows))
         plan = replace(plan, comm_rows=cdiv(problem.M_shard, comm_tiles))
     if M != problem.M and plan.group_rows:
         plan = signalled.for_rows(plan, problem, M)
