@@ -294,8 +294,9 @@ static PyObject *List_launch(PyObject *self, PyObject *arguments) {
     kernel->config = config;
     kernel->memory = memset(memory, 0, size);
     Operation *one = more((List *)self);
-    if (!one || !known((List *)self, stream)) return NULL;  // its builder gives the list up
-    one->kind = LAUNCH, one->stream = stream, one->kernel = kernel;
+    if (!one) return NULL;
+    one->kind = LAUNCH, one->stream = stream, one->kernel = kernel;  // the list frees it
+    if (!known((List *)self, stream)) return NULL;
     for (Py_ssize_t i = 0; i < count; i++) {
         Parameter to;
         memcpy(&to, given + i * sizeof to, sizeof to);
