@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from flux_megatron import command_errors
-from flux_megatron.doctor.finding import Finding, Wanted, gpus_seen, untested
+from flux_megatron.doctor.finding import Finding, Status, Wanted, gpus_seen, untested
 from flux_megatron.versions import megatron_core
 from flux_megatron.versions.library import version_of
 from flux_megatron.versions.megatron_core import MEGATRON_CORE
@@ -181,7 +181,7 @@ def other_packages(wanted: Wanted) -> Iterator[Finding]:
         from flux_megatron import lab_commands
 
         # `--save` and our own loop, of the laboratory, need what launches do without
-        kinds = {"launch": "missing"}
+        kinds: dict[str, Status] = {"launch": "missing"}
         if lab_commands.is_installed("train"):
             kinds["train"] = "note"
         for name, extra in command_errors.EXTRAS.items():

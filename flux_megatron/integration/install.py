@@ -55,8 +55,7 @@ def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None
     if requirements.overlaps_nothing(args):
         requirements.log_once(f"--flux-overlap: {requirements.NOTHING}")
     checkpoint_arguments.then(lambda args: install_from(args, known))
-    os.environ.update(options.environment())  # a knob comes before its variable
-    resolved.resolve(args)
+    resolved.resolve(args, options.environment())
     of_te = args.transformer_impl == "transformer_engine" and te_can_run()
     fp8 = getattr(args, "fp8", None) is not None
     if fp8 and not requirements.overlaps_nothing(args):

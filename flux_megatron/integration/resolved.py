@@ -8,6 +8,8 @@ and of contexts is not considered: set FLUX_MEGATRON_BESIDE=1 for them.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from flux_megatron import settings
@@ -23,16 +25,17 @@ INTERLEAVED = (
 )
 
 
-def resolve(args: Any) -> None:
+def resolve(args: Any, knobs: Mapping[str, str] = MappingProxyType({})) -> None:
     """Resolve what is `auto` of FLUX_MEGATRON_BESIDE and FLUX_MEGATRON_TUNE by Megatron's parsed
-    arguments, for this process.
+    arguments, for this process. `knobs` come before their variables.
     """
-    given = settings.read(os.environ)
+    given = settings.read({**os.environ, **knobs})
     if given.beside == "auto":
         os.environ["FLUX_MEGATRON_BESIDE"] = "1" if overlapped_in(args) else "0"
-    if getattr(args, "deterministic_mode", False):
+    if given.tune != "off":
         resolve_config(args)
-    elif given.tune == "auto" and alike_in(args):
+    deterministic = getattr(args, "deterministic_mode", False)
+    if given.tune == "auto" and not deterministic and alike_in(args):
         os.environ["FLUX_MEGATRON_TUNE"] = "met"
 
 

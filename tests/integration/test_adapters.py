@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -166,6 +167,9 @@ def adapted_as_stock(way: str, adapt: Callable[[Any], Any]) -> Any:
 @sbs.on_tp_ranks(2, environment=FUSED)
 def test_adapters_read_what_the_linear_layer_behind_a_norm_reads(rank, way, gathered):
     start({})
+    # of tests before, in the process that this one was forked from
+    torch.nn.modules.module._global_module_registration_hooks.clear()
+    importlib.import_module("flux_megatron.integration.adapters").watch.cache_clear()
     model = adapted_as_stock(way, lambda model: wrap(model, Wrapped, gathered))
     assert not model._forward_pre_hooks
 
