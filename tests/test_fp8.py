@@ -16,15 +16,16 @@ import torch
 import torch.distributed as dist
 from cases import ON_HOPPER, assert_refused
 from closeness import assert_exact
-from ranks import DEVICE, FUSED, on_device_ranks
+from ranks import DEVICE, FUSED, here, on_device_ranks
 from torch import Tensor
 
 import flux_megatron
 from flux_megatron import errors, ops, pieces, scaling, settings
 from flux_megatron.lab import reference
-from flux_megatron.overlap import library_gemm, registry
+from flux_megatron.overlap import library_gemm, operands, registry
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 from flux_megatron.scaling import Scaling
+from flux_megatron.symm.workspaces import workspace
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 WIRE = {"FLUX_MEGATRON_FP8_WIRE": "1"}
@@ -276,6 +277,16 @@ def test_torch_compile_keeps_the_scales(rank):
         layer = Layer(pattern, (16, 16, 16), E4M3, torch.float16)
         got = torch.compile(layer.call, backend="eager", fullgraph=True)(None)
         assert_exact(got, layer.expected()[rank])
+
+
+@on_device_ranks(1)
+def test_a_rank_that_lacks_memory_for_dense_scales_asks_the_others(rank):
+    space, one = workspace(dist.group.WORLD, here()), torch.ones(1, 16, device=DEVICE)
+    lacks = mock.patch.object(operands, "memory", side_effect=torch.OutOfMemoryError)
+    with lacks, pytest.raises(torch.OutOfMemoryError):
+        operands.dense(Scaling(one, one, torch.bfloat16, True, True), space)
+    assert space.failed_alone
+    space.failed_alone = False
 
 
 @on_device_ranks(2)

@@ -54,6 +54,16 @@ def test_fp8_needs_compute_capability_8_9(capability, has_it, monkeypatch):
     assert library_gemm._in_library(x, Scaling(ONE, ONE, torch.bfloat16, False, False)) == has_it
 
 
+def test_a_trial_that_lacks_memory_says_nothing_of_the_library(monkeypatch):
+    tried = library_gemm._refusal.__wrapped__
+    monkeypatch.setattr(library_gemm, "_by_library", mock.Mock(side_effect=RuntimeError("no such")))
+    assert tried(torch.device("cpu"), 4).endswith("no GEMM with blockwise scales: no such")
+    lacks = mock.Mock(side_effect=torch.OutOfMemoryError)
+    monkeypatch.setattr(library_gemm, "_by_library", lacks)
+    with pytest.raises(torch.OutOfMemoryError):
+        tried(torch.device("cpu"), 4)
+
+
 def test_the_library_takes_blockwise_scales_of_four_rows_each():
     with mock.patch.object(library_gemm, "_refusal", return_value=None):
         assert library_gemm.blocks_refused(GPU, 8, 512) is None
