@@ -39,26 +39,21 @@ def until_stopped() -> Iterator[contextlib.ExitStack]:
 
 
 @contextlib.contextmanager
-def linears(
-    layers: Collection[str] | None = None,
-    *,
-    experts: bool = False,
-    beside: tuple[str, ...] = fp8.FIELDS,
-) -> Iterator[None]:
+def linears(layers: Collection[str] | None = None, *, experts: bool = False) -> Iterator[None]:
     """Inside, the linear layers of new models are ours, or those of `layers` alone: of qkv, proj,
-    fc1, fc2 and head. `beside`: fields that an LM head may have for the layers beside it.
+    fc1, fc2 and head.
 
     TransformerEngine's layers that compute in FP8 stay its own, and ask for overlap.
     """
     with contextlib.ExitStack() as undo:
         for stock, ours in stand_ins.by_class().items():
-            _become(undo, stock, ours, layers, experts, beside)
+            _become(undo, stock, ours, layers, experts)
         yield
 
 
 def _become(
     undo: contextlib.ExitStack, stock: type, ours: type, layers: Collection[str] | None,
-    experts: bool, beside: tuple[str, ...],
+    experts: bool,
 ) -> None:  # fmt: skip
     @around(stock, "__init__", undo)
     def becoming(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
@@ -76,7 +71,7 @@ def _become(
         else:
             self.__class__ = ours
             if name == "head":  # it has 16 bits beside layers of FP8
-                vars(self)["beside"] = beside
+                vars(self)["beside"] = fp8.FIELDS
             ours.__init__(self, *args, **kwargs)  # type: ignore[misc]
 
 

@@ -31,14 +31,16 @@ def check(config: Any) -> None:
 
 
 def asking(layer: Any, name: str | None) -> dict[str, Any]:
-    """The attributes by which a layer of TransformerEngine's, one of qkv, proj, fc1 and fc2, asks
-    for overlap; none where it has no communication that could be overlapped.
+    """The attributes by which a layer of TransformerEngine's asks for overlap; none where it has no
+    communication that could be overlapped.
     """
-    if name not in NAMES or not layer.sequence_parallel:
+    if layer.parallel_mode not in ("column", "row") or not layer.sequence_parallel:
         return {}
     from flux_megatron.integration import te_overlap  # TransformerEngine is there
 
     column = layer.parallel_mode == "column"
+    if name not in NAMES:  # as the projections of multi-token prediction
+        name = "fc1" if column else "fc2"
     return {
         "ub_name": te_overlap.name_for(name, layer.tp_group),
         "ub_overlap_ag_fprop": column, "ub_overlap_rs_dgrad": column,

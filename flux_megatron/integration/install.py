@@ -8,7 +8,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine
 from megatron.core.transformer import transformer_block
 
@@ -22,15 +21,14 @@ from flux_megatron.integration import (
     requirements,
     resolved,
 )
-from flux_megatron.integration import fp8 as fp8_layers
 from flux_megatron.integration.apex_shim import provide_wgrad_kernels
 from flux_megatron.integration.arguments import Argument
 from flux_megatron.integration.attention import FluxCoreAttention
 from flux_megatron.integration.flags import FluxOptions, options_from
-from flux_megatron.integration.layers import FluxColumnParallelLinear, layer_of
+from flux_megatron.integration.layers import FluxColumnParallelLinear
 from flux_megatron.integration.norm import FluxNorm
 from flux_megatron.integration.provider import StockSpecProvider, te_can_run
-from flux_megatron.integration.replaced import around, put, put_everywhere
+from flux_megatron.integration.replaced import put, put_everywhere
 from flux_megatron.overlap.report import report
 from flux_megatron.versions.library import warn_of_untested
 from flux_megatron.versions.megatron_core import MEGATRON_CORE
@@ -49,8 +47,6 @@ def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None
     options = options_from(args)
     if options is None:
         return
-    if vars(args).pop("flux_asked_te", False):  # a checkpoint's arguments have joined them
-        args.tp_comm_overlap = False
     requirements.check(args, known)
     if requirements.overlaps_nothing(args):
         requirements.log_once(f"--flux-overlap: {requirements.NOTHING}")
@@ -58,9 +54,7 @@ def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None
     resolved.resolve(args, options.environment())
     of_te = args.transformer_impl == "transformer_engine" and te_can_run()
     fp8 = getattr(args, "fp8", None) is not None
-    if fp8 and not requirements.overlaps_nothing(args):
-        _ask_te_to_overlap(args)
-    install(options, of_te, fp8)
+    install(options, of_te)
     # else all masks of causal layers are causal, and torch's flash attention need not read them
     FluxCoreAttention.reads_causal_masks = bool(getattr(args, "reset_attention_mask", False))
     built = _what_is_built(args.transformer_impl, of_te, options.layers, fp8)
@@ -69,22 +63,11 @@ def install_from(args: Any, known: Mapping[str, Argument] | None = None) -> None
         args.transformer_impl = "local"
 
 
-def _ask_te_to_overlap(args: Any) -> None:
-    """Let Megatron build Transformer Engine's layers as for its userbuffers, in whose place ours
-    are.
-    """
-    args.flux_asked_te = args.tp_comm_overlap = True
-    args.tp_comm_overlap_ag = args.tp_comm_overlap_rs = args.tp_comm_overlap_rs_dgrad = True
-    # else layers that are not chosen ask for it: a layer has no name yet when it decides
-    args.tp_comm_bulk_dgrad = args.tp_comm_bulk_wgrad = False
-
-
-def install(options: FluxOptions, of_te: bool = False, fp8: bool = False) -> None:
+def install(options: FluxOptions, of_te: bool = False) -> None:
     """Apply the options: settings, and our linears in the chosen layers of models built after this.
 
     `of_te`: Megatron builds Transformer Engine's specification, which has to be usable, else its
-    local one, with norms and attention of ours. `fp8`: Transformer Engine's linears stay, and
-    overlap by our operations.
+    local one, with norms and attention of ours.
     """
     warn_of_untested(MEGATRON_CORE, *([TRANSFORMER_ENGINE] if of_te else []))
     with building.until_stopped() as undo:
@@ -98,33 +81,9 @@ def install(options: FluxOptions, of_te: bool = False, fp8: bool = False) -> Non
         else:
             build_from(StockSpecProvider)
             undo.enter_context(building.norms())
-        if fp8:
-            from flux_megatron.integration import te_overlap  # Transformer Engine has to be there
-
-            if not options.layers or "head" in options.layers:
-                fields = (*fp8_layers.FIELDS, "tp_comm_overlap")  # of the layers beside it
-                undo.enter_context(building.linears(["head"], beside=fields))
-            te_overlap.use(parallel_state.get_tensor_model_parallel_group, options.layers)
-            _name_layers_as_userbuffers_do()
-        else:
-            undo.enter_context(building.linears(options.layers, experts=not of_te))
+        undo.enter_context(building.linears(options.layers, experts=not of_te))
         metrics.install(options.compare, options.layers)
     log_at_exit()
-
-
-def _name_layers_as_userbuffers_do() -> None:
-    """Megatron's wrapper of TransformerEngine's Linear takes four names. It fails without a name,
-    as for the projection of multi-token prediction; another name, as in latent attention, ends
-    overlap for all layers that are built later.
-    """
-
-    @around(transformer_engine.TELinear, "__init__")
-    def named(init: Any, self: Any, *args: Any, parallel_mode: str | None, **kwargs: Any) -> None:
-        name = layer_of(kwargs.get("tp_comm_buffer_name"))
-        if name not in fp8_layers.NAMES:
-            name = "fc2" if parallel_mode == "row" else "fc1"
-        kwargs["tp_comm_buffer_name"] = name
-        init(self, *args, parallel_mode=parallel_mode, **kwargs)
 
 
 def build_from(provider: type[StockSpecProvider]) -> None:

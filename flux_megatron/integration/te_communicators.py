@@ -177,11 +177,9 @@ def _asked_last() -> str:
 
 
 class Communicators(dict[tuple[str, Any], Communicator]):
-    """Of `group`, and of the groups that names of `te_overlap.name_for` have in front."""
+    """Of the groups that names of `te_overlap.name_for` have in front."""
 
-    def __init__(self, group: ProcessGroup | None) -> None:
-        super().__init__()
-        self._group, self.asked_last = group, ""
+    asked_last = ""
 
     def __getitem__(self, key: tuple[str, Any]) -> Communicator:
         self.asked_last = key[0].rpartition("/")[2]
@@ -191,10 +189,8 @@ class Communicators(dict[tuple[str, Any], Communicator]):
         return True
 
     def __missing__(self, key: tuple[str, Any]) -> Communicator:
-        (of, _, name), mode = key[0].rpartition("/"), key[1]
-        group = ops.group_named(of) if of else self._group
-        assert group is not None, f"no group for {key[0]}"
-        self[key] = Communicator(group, mode is _IN_FP8 and gathers(name))
+        (group, _, name), mode = key[0].rpartition("/"), key[1]
+        self[key] = Communicator(ops.group_named(group), mode is _IN_FP8 and gathers(name))
         return self[key]
 
 

@@ -1,8 +1,9 @@
 """TransformerEngine's own layers with our operations in place of its userbuffers: FP8 training.
 
 TE's Linear and LayerNormLinear ask `get_ub(name)` for an object that overlaps a GEMM with its
-communication, and give it to `general_gemm`. `use` puts ours in both places. Recipes, quantizers,
-amax, cached weights and their transposes stay TE's; we move the bytes and multiply.
+communication, and give it to `general_gemm`. `name_for` puts ours in both places, for layers whose
+attributes ask (`fp8.asking`). Recipes, quantizers, amax, cached weights and their transposes stay
+TE's; we move the bytes and multiply.
 
     column  forward AG+GEMM of x; backward GEMM+RS of dx, beside a gather of x by copy engines
     row     forward GEMM+RS of y; backward AG+GEMM of dy, whose gathered rows TE's wgrad reads
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection
 from typing import Any
 
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from transformer_engine.pytorch.module import base, linear
 
 from flux_megatron import ops
 from flux_megatron.integration import arm, coverage, te_communicators
-from flux_megatron.integration.layers import layer_of
 from flux_megatron.integration.replaced import put, put_everywhere
 from flux_megatron.integration.te_communicators import Communicator, Communicators
 from flux_megatron.scaling import BLOCK, E4M3, E5M2, Scaling, scales_of
@@ -159,19 +158,17 @@ class _Flag:
     and in the stock arm of a comparison.
     """
 
-    def __init__(self, name: str, layers: Collection[str] | None) -> None:
-        self._name, self._layers = name, layers
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __get__(self, module: Any, owner: type | None = None) -> Any:
-        return self if module is None else self._asked(module) and _in_force()
+        return self if module is None else self.asked(module) and _in_force()
 
     def __set__(self, module: Any, value: bool) -> None:
         module.__dict__[self._name] = value
 
-    def _asked(self, module: Any) -> bool:
-        named = module.__dict__
-        chosen = not self._layers or layer_of(named.get("ub_name")) in self._layers
-        return chosen and bool(named.get(self._name))
+    def asked(self, module: Any) -> bool:
+        return bool(module.__dict__.get(self._name))
 
 
 def _in_force() -> bool:
@@ -202,20 +199,7 @@ def assert_dim_for_fp8_exec(x: Any, *weights: Any) -> None:
 def overlaps(layer: Any) -> bool:
     """Whether this is a layer of TE's that asks for overlap and gets it from us."""
     flags = (getattr(type(layer), name, None) for name in _FLAGS)
-    return any(isinstance(flag, _Flag) and flag._asked(layer) for flag in flags)
-
-
-def use(group: Callable[[], ProcessGroup], layers: Collection[str] | None = None) -> None:
-    """From TE's next `initialize_ub` on, its layers that ask for overlap (`ub_overlap_ag`,
-    `ub_overlap_rs`, `ub_overlap_rs_dgrad`; Megatron's `tp_comm_overlap`) get it from us. `group` is
-    asked then for the tensor-parallel one. `layers`: only those with these names.
-    """
-
-    def initialize_ub(*_: Any, **__: Any) -> None:
-        put(base, "_ub_communicators", Communicators(group()))
-
-    put(base, "initialize_ub", initialize_ub)
-    _stand_in(layers)
+    return any(isinstance(flag, _Flag) and flag.asked(layer) for flag in flags)
 
 
 def name_for(name: str, group: ProcessGroup) -> str:
@@ -223,13 +207,13 @@ def name_for(name: str, group: ProcessGroup) -> str:
     initialised those.
     """
     if not isinstance(base._ub_communicators, Communicators):
-        put(base, "_ub_communicators", Communicators(None))
-        _stand_in(None)
+        put(base, "_ub_communicators", Communicators())
+        _stand_in()
     base._ub_communicators.clear()  # of groups that have ended
     return f"{ops.name_of(group)}/{name}"
 
 
-def _stand_in(layers: Collection[str] | None) -> None:
+def _stand_in() -> None:
     coverage.overlapped_otherwise = overlaps
     put_everywhere("general_gemm", general_gemm)
     put_everywhere("assert_dim_for_fp8_exec", assert_dim_for_fp8_exec)
@@ -238,4 +222,4 @@ def _stand_in(layers: Collection[str] | None) -> None:
     preprocess = staticmethod(te_communicators.grad_output_preprocess)
     put_everywhere("grad_output_preprocess", preprocess)
     for name in _FLAGS:
-        put_everywhere(name, _Flag(name, layers))
+        put_everywhere(name, _Flag(name))

@@ -303,15 +303,13 @@ def scatter(y: Tensor, group: Any) -> Tensor:
 class Linear(torch.nn.Module):
     delay_wgrad_compute = False
 
-    def __init__(
-        self, w: Tensor, mode: str, name: str, group: Any, overlap: bool, bias: Any = None
-    ) -> None:
+    def __init__(self, w: Tensor, mode: str, group: Any, bias: Any = None) -> None:
         super().__init__()
         self.weight, self.bias = torch.nn.Parameter(w), bias
-        self.parallel_mode, self.group, self.ub_name = mode, group, name
-        column = mode == "column"
-        self.ub_overlap_ag_fprop = self.ub_overlap_rs_dgrad = overlap and column
-        self.ub_overlap_rs_fprop = self.ub_overlap_ag_dgrad = overlap and not column
+        self.parallel_mode, self.group, self.ub_name = mode, group, None
+        self.tp_group, self.sequence_parallel = group, True
+        self.ub_overlap_ag_fprop = self.ub_overlap_rs_dgrad = False
+        self.ub_overlap_rs_fprop = self.ub_overlap_ag_dgrad = False
 
     def forward(self, x: Tensor) -> Tensor:
         return _Linear.apply(x, self.weight, self.bias, self)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 import flux_megatron
 from flux_megatron import errors
+from flux_megatron.integration import fp8, install
+from flux_megatron.integration.flags import FluxOptions
 from flux_megatron.integration.layers import FluxColumnParallelLinear
 
 SIZE, VOCAB = 32, 64
@@ -44,9 +46,8 @@ def _wrapper(mode: str, base: type[Any]) -> type[Any]:
             rank, size = group.rank(), group.size()
             shape = (outputs // size, inputs) if mode == "column" else (outputs, inputs // size)
             w = torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(rank)).float()
-            super().__init__(w, mode, None, group, overlap=False)
+            super().__init__(w, mode, group)
             self.config, self.sequence_parallel = config, config.sequence_parallel and size > 1
-            self.tp_group = group
 
         def forward(self, x: Tensor) -> tuple[Tensor, None]:
             return super().forward(x), None
@@ -93,13 +94,16 @@ def step(model: torch.nn.Module, rank: int) -> list[Tensor]:
     return [y.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("way", ["enable", "replace"])
+@pytest.mark.parametrize("way", ["--flux-overlap", "enable", "replace"])
 @sbs.on_tp_ranks(2, environment={**FUSED, "FLUX_MEGATRON_STRICT": "1"})
 def test_fp8_layers_follow_stock(rank, way):
     pretend()
     expected = step(Model(config()), rank)
-    if way == "enable":
-        flux_megatron.enable()
+    if way != "replace":
+        if way == "enable":
+            flux_megatron.enable()
+        else:
+            install.install(FluxOptions(), of_te=True)
         model = Model(config())
     else:
         model = Model(config())
@@ -119,6 +123,17 @@ def test_fp8_layers_follow_stock(rank, way):
         model.zero_grad()
         step(model, rank)
         assert not flux_megatron.report().total
+
+
+@sbs.on_tp_ranks(2)
+def test_every_layer_that_communicates_asks(rank):
+    """With the name of one that TransformerEngine knows to gather, or to scatter, forward."""
+    pretend()
+    w, group = torch.ones(SIZE, SIZE), torch.distributed.group.WORLD
+    given = [("column", None), ("row", "other"), ("row", "proj"), ("column", "qkv")]
+    asked = [fp8.asking(te_modules.Linear(w, mode, group), name) for mode, name in given]
+    assert [one["ub_name"].rpartition("/")[2] for one in asked] == ["fc1", "fc2", "proj", "qkv"]
+    assert not fp8.asking(te_modules.Linear(w, None, group), "qkv"), "a duplicated one"
 
 
 @sbs.on_tp_ranks(2, environment=FUSED)

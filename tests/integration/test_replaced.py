@@ -125,6 +125,22 @@ def test_patches_of_others_outlive_ours(rank):
     assert build() == (False, "second")
 
 
+def test_a_function_is_wrapped_once():
+    """Megatron parses its arguments up to three times."""
+
+    class Owner:
+        def __init__(self) -> None: ...
+
+    def wrap() -> None:
+        @replaced.around(Owner, "__init__")
+        def ours(original: Any, *given: Any) -> None:
+            original(*given)
+
+    wrap()
+    wrap()
+    assert not hasattr(Owner.__init__.__wrapped__, "__wrapped__")
+
+
 def test_a_name_without_a_row_is_not_replaced():
     with pytest.raises(AssertionError, match="brand_new: no row of replaced"):
         replaced.put(install, "brand_new", None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from typing import Any
 from unittest import mock
 
@@ -17,7 +16,7 @@ from torch import Tensor
 import flux_megatron
 from flux_megatron import pieces
 from flux_megatron.errors import FallbackRefused
-from flux_megatron.integration import arm, install
+from flux_megatron.integration import arm, fp8
 
 SIZES = {"column": (64, 48), "row": (48, 32)}  # N and K of a rank
 BLOCKS = {"column": (256, 128), "row": (128, 384)}  # the same where 128 elements have a scale
@@ -44,12 +43,10 @@ def sizes(mode: str) -> tuple[int, int]:
 pretend = te_modules.install  # tests/protocol/source_mutants.py calls it
 
 
-def overlapped(recipe: str = "current", layers: tuple[str, ...] | None = None) -> Any:
+def overlapped(recipe: str = "current") -> Any:
     pretend()
     from flux_megatron.integration import te_overlap
 
-    te_overlap.use(lambda: dist.group.WORLD, layers)
-    te_modules.base.initialize_ub()
     te_modules.FP8GlobalStateManager.recipe = te_modules.Recipe(recipe)
     return te_overlap
 
@@ -57,10 +54,15 @@ def overlapped(recipe: str = "current", layers: tuple[str, ...] | None = None) -
 def layer(rank: int, mode: str, overlap: bool, bias: bool = False) -> Any:
     made = torch.Generator().manual_seed(7 + rank)
     N, K = sizes(mode)
-    name = "fc1" if mode == "column" else "fc2"
     added = integers(made, N) if bias else None
-    w = integers(made, N, K)
-    return te_modules.Linear(w, mode, name, dist.group.WORLD, overlap, added)
+    return linear(integers(made, N, K), mode, overlap, added)
+
+
+def linear(w: Tensor, mode: str, overlap: bool, bias: Tensor | None = None) -> Any:
+    made = te_modules.Linear(w, mode, dist.group.WORLD, bias)
+    if overlap:
+        vars(made).update(fp8.asking(made, "fc1" if mode == "column" else "fc2"))
+    return made
 
 
 def stepped(rank: int, layer: Any, mode: str) -> list[Tensor]:
@@ -139,9 +141,8 @@ def mixed(rank: int, overlap: bool, rows: int) -> list[Tensor]:
     made = torch.Generator().manual_seed(5 + rank)
     layers = []
     for index in range(4):
-        mode, name, shape = (("column", "fc1", (64, 48)), ("row", "fc2", (48, 64)))[index % 2]
-        w = integers(made, *shape) // 3
-        layers.append(te_modules.Linear(w, mode, name, dist.group.WORLD, overlap))
+        mode, shape = (("column", (64, 48)), ("row", (48, 64)))[index % 2]
+        layers.append(linear(integers(made, *shape) // 3, mode, overlap))
     x = (integers(made, rows, 1, 48) // 3).requires_grad_()
     y = x
     for index, layer in enumerate(layers):
@@ -205,8 +206,8 @@ def test_weights_that_are_fp8_parameters(rank, recipe, counts):
 
 @on_cpu_ranks(2, environment=FUSED)
 def test_other_layers_arms_and_recipes_stay_tes(rank):
-    te_overlap = overlapped(layers=("fc1",))
-    column, row = layer(rank, "column", True), layer(rank, "row", True)
+    te_overlap = overlapped()
+    column, row = layer(rank, "column", True), layer(rank, "row", False)
     assert te_overlap.overlaps(column)
     assert not te_overlap.overlaps(row)
     stepped(rank, row, "row")
@@ -285,28 +286,6 @@ def test_strict_mode_refuses_it(rank):
     reason = mock.patch.object(overlapped(), "_unsupported", return_value="no such call")
     with reason, pytest.raises(FallbackRefused, match="no such call"):
         stepped(rank, layer(rank, "row", True), "row")
-
-
-def test_megatron_builds_layers_as_for_userbuffers_without_bulk_overlap():
-    """With it TE's other layers would ask our communicators for what these do not do."""
-    args = types.SimpleNamespace(tp_comm_bulk_dgrad=True, tp_comm_bulk_wgrad=True)
-    install._ask_te_to_overlap(args)
-    names = {name.removeprefix("tp_comm_") for name, value in vars(args).items() if value}
-    assert names == {"flux_asked_te", "overlap", "overlap_ag", "overlap_rs", "overlap_rs_dgrad"}
-
-
-def test_layers_have_names_that_megatron_lets_overlap(monkeypatch):
-    class TELinear:
-        def __init__(self, *, parallel_mode: str, tp_comm_buffer_name: str | None) -> None:
-            self.name = tp_comm_buffer_name
-
-    monkeypatch.setattr(install.transformer_engine, "TELinear", TELinear)
-    for _ in range(2):
-        install._name_layers_as_userbuffers_do()
-    assert not hasattr(TELinear.__init__.__wrapped__, "__wrapped__"), "once"
-    given = [("column", None), ("row", "other"), ("row", "proj"), ("column", "q_up_proj")]
-    made = [TELinear(parallel_mode=mode, tp_comm_buffer_name=name).name for mode, name in given]
-    assert made == ["fc1", "fc2", "proj", "qkv"]
 
 
 @on_cpu_ranks(2)

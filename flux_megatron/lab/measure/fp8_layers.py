@@ -29,7 +29,7 @@ from torch import Tensor
 from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.module import base
 
-from flux_megatron.integration import te_overlap
+from flux_megatron.integration import fp8
 from flux_megatron.lab.measure import gpu_run
 from flux_megatron.lab.measure.gpu_run import Run
 
@@ -74,6 +74,12 @@ class Mlp:
         self.x = torch.randn(rows, hidden, device=run.device, dtype=torch.bfloat16)
         self.dy = torch.randn_like(self.x)
         self.x.requires_grad_()
+
+    def ask(self) -> Mlp:
+        """For overlap, which our operations give."""
+        for name, layer in (("fc1", self.fc1), ("fc2", self.fc2)):
+            vars(layer).update(fp8.asking(layer, name))
+        return self
 
     def step(self, given: Tensor | None = None) -> list[Tensor]:
         """What the first layer gives, y, dx, dw1, dw2. The second layer takes `given` if it is."""
@@ -135,16 +141,14 @@ def measure(
     sizes = int(hidden), int(ffn), M, RECIPES[recipe]()
     userbuffers = {}
     if with_te and recipe != "blockwise":  # whose operands userbuffers do not take
-        _REAL(
+        base.initialize_ub(
             [M, int(hidden)], run.group.size(), bootstrap_backend="nccl",
             quantization_modes=[base.UserBufferQuantizationMode.FP8],
         )  # fmt: skip
         userbuffers = base._ub_communicators
-    base.initialize_ub()
     made = partial(Mlp, run, *sizes)
     calls: dict[str, Callable[..., Any]] = {
-        "te": made().step, "alone": made(alone=True).step,
-        "ours": made(ub_overlap_rs_dgrad=True).step,
+        "te": made().step, "alone": made(alone=True).step, "ours": made().ask().step,
     }  # fmt: skip
     if userbuffers:
         bulk = made(ub_bulk_dgrad=True, ub_bulk_wgrad=True)
@@ -182,9 +186,6 @@ def measure(
     return good and not wrong
 
 
-_REAL = base.initialize_ub
-
-
 def main(
     out: Path, commit: str = "", cases: str = CASES, rows: str = "8192,2048",
     recipe: str = "current,delayed", rounds: int = 10, seconds: float = 85,
@@ -192,7 +193,6 @@ def main(
 ) -> None:  # fmt: skip
     """Be one of the ranks."""
     run = gpu_run.start_on("cuda", out, commit, seconds)
-    te_overlap.use(lambda: run.group)
     given = product(recipe.split(","), map(int, rows.split(",")), cases.split(","))
     gpu_run.measure_each(
         run, given,
