@@ -70,7 +70,7 @@ def _become(
             vars(self).update(fp8.asking(self, name))
         else:
             self.__class__ = ours
-            if name == "head":  # it has 16 bits beside layers of FP8
+            if not kwargs.get("tp_comm_buffer_name"):  # an LM head, an adapter: 16 bits beside FP8
                 vars(self)["beside"] = fp8.FIELDS
             ours.__init__(self, *args, **kwargs)  # type: ignore[misc]
 

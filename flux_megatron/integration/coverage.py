@@ -121,6 +121,8 @@ def kind_of(name: str) -> str | None:
 def _why(name: str, layer: Module, chosen: tuple[str, ...] | None) -> str:
     if not is_chosen(name, chosen):
         return NOT_CHOSEN
+    if not getattr(layer, "sequence_parallel", True) and hasattr(layer, "parallel_mode"):
+        return "without sequence parallelism TransformerEngine overlaps nothing"
     return f"Megatron built a {type(layer).__module__}.{type(layer).__qualname__}"
 
 

@@ -27,6 +27,7 @@ class DelayedWgrad:
     """
 
     weight: Any
+    delays = False  # as megatron-core's own layers, whose `backward_dw` nobody calls
     delayed_wgrads: deque[Callable[[], object]] | None = None  # None: nothing is delayed
     wgrad_hooks: tuple[Callable[[], None], ...] = ()
 

@@ -182,6 +182,7 @@ def why_not(config: Any, tp_size: int) -> str | None:
         "moe_router_padding_for_fp8": "the routing map is padded",
         "moe_apply_probs_on_input": "probabilities come before the first GEMM",
         "moe_single_grouped_weight": "the experts of a linear are one parameter",
+        "moe_single_grouped_bias": "the biases of a linear are one parameter",
         "use_transformer_engine_op_fuser": "TransformerEngine fuses the experts' operations",
         "moe_mlp_glu_interleave_size": "gates and linear halves are interleaved",
         "overlap_moe_expert_parallel_comm": "Megatron overlaps the all-to-all itself",

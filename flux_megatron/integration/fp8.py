@@ -21,8 +21,12 @@ def keeps(kind: type, config: Any) -> bool:
 
 
 def check(config: Any) -> None:
-    """`ValueError` that lists what such a layer's configuration asks for and we do not overlap."""
+    """`ValueError` that lists what such a layer's configuration asks for and we do not overlap.
+    Without sequence parallelism, as in vision encoders, it asks for nothing.
+    """
     seams.check_config(config, FIELDS)
+    if not config.sequence_parallel:
+        return
     allowed = requirements.names_allowed(config)
     found = requirements.of_fp8(config, of_te=True)
     refused = [one for one in found if not one.goes_on(allowed)]

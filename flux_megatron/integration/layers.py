@@ -74,7 +74,7 @@ class FluxColumnParallelLinear(DelayedWgrad, ColumnParallelLinear):
         if config.defer_embedding_wgrad_compute and self.grad_output_buffer is None:
             # megatron-core's forward keeps the input of every layer, not the LM head's alone
             self.embedding_activation_buffer: Any = deque(maxlen=0)
-        if config.delay_wgrad_compute and not is_head(kwargs):  # whose backward_dw nobody calls
+        if config.delay_wgrad_compute and self.delays:
             self.delay_wgrad()
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
@@ -117,15 +117,16 @@ class FluxRowParallelLinear(DelayedWgrad, RowParallelLinear):
     communication.
     """
 
+    beside: tuple[str, ...] = ()
     unknown_arguments: Mapping[str, Any] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        seams.check_config(kwargs["config"])
+        seams.check_config(kwargs["config"], self.beside)
         super().__init__(*args, **kwargs)
         if unknown := seams.unknown_arguments(RowParallelLinear, kwargs):
             self.unknown_arguments = unknown
         _tag(self, 1, kwargs)
-        if self.config.delay_wgrad_compute:
+        if self.config.delay_wgrad_compute and self.delays:
             self.delay_wgrad()
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:

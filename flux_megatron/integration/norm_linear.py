@@ -24,6 +24,7 @@ class FluxLayerNormColumnParallelLinear(FluxColumnParallelLinear):
     ((y, norm(x)), bias), with the rows of all ranks if `return_layernorm_output_gathered`.
     """
 
+    delays = True
     return_layernorm_output = False
     return_layernorm_output_gathered = False
 

@@ -104,8 +104,8 @@ def _check(layer: Any, kind: str | None) -> None:
     resolved.resolve_config(layer.config)
     if fp8.keeps(type(layer), layer.config):
         fp8.check(layer.config)
-    else:  # the LM head has 16 bits beside layers of FP8
-        seams.check_config(layer.config, fp8.FIELDS if kind == "head" else ())
+    else:  # an LM head, an adapter: 16 bits beside layers of FP8
+        seams.check_config(layer.config, () if kind in fp8.NAMES else fp8.FIELDS)
     if any(hasattr(parameter, "main_grad") for parameter in layer.parameters(recurse=False)):
         raise ValueError(
             "replace() was given a model with the gradient buffers of data parallelism, "

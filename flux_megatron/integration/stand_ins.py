@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.core.extensions import transformer_engine
 from megatron.core.tensor_parallel import layers as stock
+from megatron.core.transformer import utils
 
 from flux_megatron import settings
 from flux_megatron.integration.layers import FluxColumnParallelLinear, FluxRowParallelLinear
@@ -33,16 +34,39 @@ class RowParallelLinear(FluxRowParallelLinear):
     """For megatron-core's."""
 
 
-class TEColumnParallelLinear(FluxColumnParallelLinear):
-    """For TransformerEngine's, as megatron-core wraps it; so are the next two."""
+# up to 0.15 layers need no groups there
+_with_groups = getattr(utils, "ensure_metadata_has_dp_cp_group", lambda metadata: metadata)
 
 
-class TERowParallelLinear(FluxRowParallelLinear):
-    pass
+class _AsTransformerEngine:
+    """What Megatron and frameworks read of TransformerEngine's layers, as megatron-core wraps them:
+    where latents are cached, by adapters, in checkpoints.
+    """
+
+    delays = True
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.out_features, self.in_features = self.weight.shape
+        self.tp_size, self.use_bias = self.tp_group.size(), self.bias is not None
+        self.te_return_bias = self.skip_bias_add and self.use_bias
+        self.ub_name = kwargs.get("tp_comm_buffer_name")
+        self.is_first_microbatch = self.disable_parameter_transpose_cache = False
+
+    def sharded_state_dict(
+        self: Any, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> Any:
+        own: Any = super()
+        return own.sharded_state_dict(prefix, sharded_offsets, _with_groups(metadata))
 
 
-class TELayerNormColumnParallelLinear(FluxLayerNormColumnParallelLinear):
-    pass
+class TEColumnParallelLinear(_AsTransformerEngine, FluxColumnParallelLinear): ...
+
+
+class TERowParallelLinear(_AsTransformerEngine, FluxRowParallelLinear): ...
+
+
+class TELayerNormColumnParallelLinear(_AsTransformerEngine, FluxLayerNormColumnParallelLinear): ...
 
 
 def check_megatron(allow: tuple[str, ...] | None = None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import side_by_side as sbs
 import torch
@@ -11,6 +13,7 @@ from side_by_side import Case
 import flux_megatron
 from flux_megatron.integration import arm
 from flux_megatron.integration.apex_shim import provide_wgrad_kernels
+from flux_megatron.integration.delayed_wgrad import DelayedWgrad
 
 
 def settings(sp: bool = True, **more):
@@ -91,7 +94,9 @@ def delaying(sp: bool, fusion: bool, delayed: bool):
 
 
 def built(case: Case, ours: bool, config):
-    layer = sbs.build(case, ours, config)
+    """As one of TransformerEngine's layers, which alone delay in stock."""
+    with mock.patch.object(DelayedWgrad, "delays", True):
+        layer = sbs.build(case, ours, config)
     if config.gradient_accumulation_fusion:
         layer.weight.main_grad = torch.zeros_like(layer.weight)
         layer.weight.grad_added_to_main_grad = False
@@ -151,13 +156,14 @@ def test_backward_dw_adds_what_stock_s_backward_does(rank, kind, sp, fusion, sav
 
 @sbs.on_tp_ranks(2)
 def test_what_nobody_asks_for_later_is_computed_at_once(rank):
-    """The weight of an LM head; nothing for a frozen weight."""
-    head = Case("column", {"bias": False, "skip_weight_param_allocation": False})
-    layer = built(head, True, delaying(True, False, delayed=True))
-    assert not layer.need_backward_dw()
-    assert not hasattr(layer.weight, "skip_backward_post_hook")
-    both_microbatches(head, layer, True)
-    assert layer.weight.grad.any()
+    """By megatron-core's own layers, as an LM head; nothing for a frozen weight."""
+    for kind in ("column", "row"):
+        case = Case(kind, {"bias": False})
+        layer = sbs.build(case, True, delaying(True, False, delayed=True))
+        assert not layer.need_backward_dw()
+        assert not hasattr(layer.weight, "skip_backward_post_hook")
+        both_microbatches(case, layer, True)
+        assert layer.weight.grad.any()
     frozen = built(Case("row"), True, delaying(True, False, delayed=True))
     frozen.weight.requires_grad_(False)
     both_microbatches(Case("row"), frozen, True)

@@ -9,6 +9,7 @@ import side_by_side as sbs
 import te_modules
 import torch
 from megatron.core.extensions import transformer_engine
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from ranks import FUSED
@@ -16,7 +17,7 @@ from torch import Tensor
 
 import flux_megatron
 from flux_megatron import errors
-from flux_megatron.integration import fp8, install
+from flux_megatron.integration import coverage, fp8, install, stand_ins
 from flux_megatron.integration.flags import FluxOptions
 from flux_megatron.integration.layers import FluxColumnParallelLinear
 
@@ -158,7 +159,6 @@ def test_chosen_layers_alone_overlap(rank):
             {"fp8_recipe": "blockwise"},
             "it takes the host longer.*; --flux-allow fp8-recipe goes on",
         ),
-        ({"sp": False}, "without --sequence-parallel TransformerEngine overlaps nothing"),
         ({"tp_comm_overlap": True}, "tp_comm_overlap is True: "),
     ],
 )
@@ -176,6 +176,38 @@ def test_what_no_gpu_has_run_goes_on_where_it_is_allowed(rank):
     pretend()
     flux_megatron.enable(allow=["fp8-recipe"])
     Model(config(fp8_recipe="blockwise"))
+    flux_megatron.disable()
+
+
+@pytest.mark.parametrize("way", ["enable", "replace"])
+@sbs.on_tp_ranks(2, environment=FUSED)
+def test_models_without_sequence_parallelism_stay_tes(rank, way):
+    """As the vision encoders that Megatron puts beside language models."""
+    pretend()
+    model = sbs.with_ours(way, lambda: Model(config(sp=False)))
+    found = coverage.layers_of([model])
+    assert (found.ours, found.total) == (1, 3)
+    assert {why for _, why in found.others} == {
+        "without sequence parallelism TransformerEngine overlaps nothing"
+    }
+    flux_megatron.disable()
+
+
+@pytest.mark.parametrize("kind", ["ColumnParallelLinear", "RowParallelLinear"])
+@pytest.mark.parametrize("way", ["enable", "replace"])
+@sbs.on_tp_ranks(2)
+def test_layers_without_a_name_have_16_bits_beside_fp8(rank, way, kind):
+    """As adapters and embedders of other modules, of Megatron's own classes."""
+    pretend()
+    parallel = {"gather_output": False} if kind[0] == "C" else {"input_is_parallel": True}
+    built = sbs.with_ours(
+        way,
+        lambda: torch.nn.ModuleDict({"adapter": getattr(layers, kind)(
+            SIZE, SIZE, config=config(), init_method=torch.nn.init.ones_, bias=False,
+            skip_bias_add=False, **parallel,
+        )}),
+    )  # fmt: skip
+    assert isinstance(built["adapter"], stand_ins.by_class()[getattr(layers, kind)])
     flux_megatron.disable()
 
 

@@ -13,6 +13,7 @@ from side_by_side import Case
 from torch.distributed import ProcessGroup
 
 import flux_megatron
+from flux_megatron.integration import stand_ins
 
 CASES = [
     Case(kind, {**options, "is_expert": expert, "skip_bias_add": expert})
@@ -66,6 +67,34 @@ def _loads(source, target) -> None:
     target.load_state_dict(state, strict=True)
     for name, parameter in target.named_parameters():
         assert torch.equal(parameter, state[name])
+
+
+def _of_te(kind: str, config, **options):
+    name = {"column": "TEColumn", "row": "TERow", "norm": "TELayerNormColumn"}[kind]
+    parallel = {"input_is_parallel": True} if kind == "row" else {"gather_output": False}
+    return getattr(stand_ins, f"{name}ParallelLinear")(
+        16, 32, config=config, init_method=torch.nn.init.ones_, is_expert=False,
+        tp_comm_buffer_name="kv_up_proj", **parallel, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["column", "row", "norm"])
+@on_cpu_ranks(2)
+def test_what_is_read_of_transformer_engine_s_layers_is_there(rank, kind):
+    """Where latents are cached Megatron takes a layer with a norm apart by it."""
+    sbs.start(2)
+    config = sbs.settings(2, True, torch.float32, normalization="RMSNorm")
+    layer = _of_te(kind, config, bias=True, skip_bias_add=True)
+    rows, columns = (32, 8) if kind == "row" else (16, 16)
+    assert (layer.out_features, layer.in_features, layer.tp_size) == (rows, columns, 2)
+    assert (layer.use_bias, layer.te_return_bias, layer.ub_name) == (True, True, "kv_up_proj")
+    assert (layer.is_first_microbatch, layer.disable_parameter_transpose_cache) == (False, False)
+    assert {"weight", "bias"} <= {*layer.sharded_state_dict()}, "without metadata"
+    plain = _of_te(kind, config, bias=False, skip_bias_add=True)
+    assert (plain.use_bias, plain.te_return_bias) == (False, False)
+    assert not plain.need_backward_dw()
+    config.delay_wgrad_compute = True
+    assert _of_te(kind, config, bias=False, skip_bias_add=False).need_backward_dw()
 
 
 def test_public_names_are_these_classes():

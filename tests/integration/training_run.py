@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import Float16Module
 
 from flux_megatron.integration import building
+from flux_megatron.integration.delayed_wgrad import DelayedWgrad
 from flux_megatron.integration.provider import StockSpecProvider
 from flux_megatron.lab.train.model import layer_context
 from flux_megatron.lab.train.specs import gpt_block_spec, local_spec
@@ -116,9 +117,15 @@ class Training:
         with self._attention(), local_spec():
             return spec, get_gpt_mtp_block_spec(self.config, spec, False, vp_stage)
 
-    def _linears(self) -> contextlib.AbstractContextManager[None]:
-        ours = self.layers == "flux"
-        return building.linears(experts=True) if ours else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _linears(self) -> Iterator[None]:
+        """Ours delay weight gradients as TransformerEngine's layers, which an LM head is not."""
+        if self.layers != "flux":
+            yield
+            return
+        delays = property(lambda layer: layer.output_size != VOCAB)
+        with building.linears(experts=True), mock.patch.object(DelayedWgrad, "delays", delays):
+            yield
 
     def _attention(self) -> contextlib.AbstractContextManager[Any]:
         """Megatron's own attention does no context parallelism."""
