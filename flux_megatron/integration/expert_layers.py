@@ -4,7 +4,6 @@
 | --- | --- | --- |
 | `SequentialMLP` | `local_experts.E.linear_fc1.weight` [N, K] | `FluxExperts` |
 | `TEGroupedMLP` | `linear_fc1.weightE` [N, K] | `FluxGroupedExperts` |
-| `GroupedMLP`, up to 0.16 | `weight1` [K, E N], read as [E, K, N] | `FluxLegacyGroupedExperts` |
 
 They have the same parameters under the same names. Those of one linear are read where they lie: in
 one storage from the beginning, in Megatron's buffers later (`expert_parameters`).
@@ -22,7 +21,7 @@ from megatron.core.transformer.moe import experts as stock
 from torch import Tensor
 from torch.nn import functional
 
-from flux_megatron.expert_parallel import activation, kept_rows, once, ops, separate
+from flux_megatron.expert_parallel import activation, kept_rows, once, separate
 from flux_megatron.expert_parallel.call import most_tokens
 from flux_megatron.integration import arm, expert_parameters
 
@@ -33,12 +32,26 @@ activation.NAMES |= {  # the second has it from 0.15 on
 }  # fmt: skip
 
 
-class _Forward:
+class _Experts:
     """Rows travel within the first GEMM and come back within the second."""
 
     config: Any
     ep_group: Any
     num_local_experts: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._place()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """As `Module.to` and its kin call it: what has moved gets one storage again."""
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        self._place()
+        return result
+
+    def _place(self) -> None:
+        for name in LINEARS:
+            expert_parameters.place(self._parameters_of(name))
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor,
@@ -51,16 +64,6 @@ class _Forward:
             return self._once(x, counts, permuted_probs), None
         y = self._multiplied(x, counts, self._capacity(x))
         return activation.scaled(y, permuted_probs, self._bias_of_all(), counts.flatten()), None
-
-    def _bias_of_all(self) -> Tensor | None:
-        """That of the second linear [experts of all ranks, N], whose rows are here by now."""
-        return None
-
-    def _multiplied(self, x: Tensor, counts: Tensor, capacity: int) -> Tensor:
-        raise NotImplementedError
-
-    def _once(self, x: Tensor, chosen: Tensor, probs: Tensor) -> Tensor:
-        raise NotImplementedError
 
     def _activated(
         self, hidden: Tensor, received: Tensor, bias: Tensor | None, weights: Tensor | None = None
@@ -100,24 +103,6 @@ class _Forward:
         most = min(self.config.moe_router_topk, self.num_local_experts)
         return tokens * most * self.ep_group.size()
 
-
-class _Separate(_Forward):
-    """One parameter an expert."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._place()
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """As `Module.to` and its kin call it: what has moved gets one storage again."""
-        result = super()._apply(fn, recurse)  # type: ignore[misc]
-        self._place()
-        return result
-
-    def _place(self) -> None:
-        for name in LINEARS:
-            expert_parameters.place(self._parameters_of(name))
-
     def _parameters_of(self, name: str, kind: str = "weight") -> list[Any]:
         """Of a linear, or its biases: one an expert."""
         raise NotImplementedError
@@ -131,6 +116,7 @@ class _Separate(_Forward):
         return torch.stack(self._parameters_of(name, "bias")) if biased else None
 
     def _bias_of_all(self) -> Tensor | None:
+        """That of the second linear [experts of all ranks, N], whose rows are here by now."""
         if (own := self._bias("linear_fc2")) is None:
             return None
         return tensor_parallel.gather_from_sequence_parallel_region(own, group=self.ep_group)
@@ -193,7 +179,7 @@ class _Separate(_Forward):
         )
 
 
-class FluxExperts(_Separate, stock.SequentialMLP):
+class FluxExperts(_Experts, stock.SequentialMLP):
     """Takes the place of `SequentialMLP`."""
 
     def _parameters_of(self, name: str, kind: str = "weight") -> list[Any]:
@@ -203,7 +189,7 @@ class FluxExperts(_Separate, stock.SequentialMLP):
         return [getattr(expert, name) for expert in self.local_experts for name in LINEARS]
 
 
-class FluxGroupedExperts(_Separate, stock.TEGroupedMLP):
+class FluxGroupedExperts(_Experts, stock.TEGroupedMLP):
     """Takes the place of `TEGroupedMLP`; TransformerEngine holds the parameters."""
 
     def _parameters_of(self, name: str, kind: str = "weight") -> list[Any]:
@@ -215,26 +201,3 @@ class FluxGroupedExperts(_Separate, stock.TEGroupedMLP):
 
 
 OURS: dict[str, type] = {"SequentialMLP": FluxExperts, "TEGroupedMLP": FluxGroupedExperts}
-
-if hasattr(stock, "GroupedMLP"):
-
-    class FluxLegacyGroupedExperts(_Forward, stock.GroupedMLP):
-        """Takes the place of `GroupedMLP`: one parameter a linear, the experts' one behind the
-        other.
-        """
-
-        def _multiplied(self, x: Tensor, counts: Tensor, capacity: int) -> Tensor:
-            experts, hidden_size = self.num_local_experts, self.config.hidden_size
-            first = self.weight1.view(experts, hidden_size, -1)
-            second = self.weight2.view(experts, -1, hidden_size)
-            hidden, received = ops.a2a_gemm(
-                x, first, counts, self.ep_group, capacity=capacity, layout="nn"
-            )
-
-            def combined(rows: Tensor) -> Tensor:
-                group, tokens = self.ep_group, len(x)
-                return ops.gemm_a2a(rows, second, counts, group, tokens=tokens, layout="nn")
-
-            return self._after_activation(combined, hidden, received, None)
-
-    OURS["GroupedMLP"] = FluxLegacyGroupedExperts

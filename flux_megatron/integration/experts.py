@@ -125,8 +125,6 @@ class FluxTokenDispatcher(MoEAlltoAllTokenDispatcher):
         if not settings.get().experts_once:
             return False
         reason = once.refuses(hidden_states, self.ep_group)
-        if getattr(self.config, "moe_use_legacy_grouped_gemm", False):
-            reason = "all experts of a linear are one parameter [K, E N]"
         if reason is not None:
             said = "a token travels once to each of its experts, not of its ranks"
             warnings.warn(f"flux_megatron: {said}: {reason}", stacklevel=2)
@@ -181,6 +179,7 @@ def why_not(config: Any, tp_size: int) -> str | None:
         "moe_router_padding_for_quantization": "the routing map is padded",
         "moe_router_padding_for_fp8": "the routing map is padded",
         "moe_apply_probs_on_input": "probabilities come before the first GEMM",
+        "moe_use_legacy_grouped_gemm": "the experts of a linear are one parameter",
         "moe_single_grouped_weight": "the experts of a linear are one parameter",
         "moe_single_grouped_bias": "the biases of a linear are one parameter",
         "use_transformer_engine_op_fuser": "TransformerEngine fuses the experts' operations",

@@ -230,45 +230,12 @@ def test_a_weight_without_main_grad_is_named():
         expert_parameters.into_main_grads([torch.zeros(3, 2)], *[torch.zeros(1)] * 3)
 
 
-@pytest.mark.skipif(
-    "GroupedMLP" not in expert_layers.OURS, reason="this Megatron has no GroupedMLP"
-)
-@on_cpu_ranks(2)
-def test_legacy_grouped_experts(rank):
-    """Its constructor and forward, which need a package that is not here, are left out."""
-    sbs.start(1, expert_model_parallel_size=2)
-    with ours():
-        model = build(SEQUENCE, **CASES["two a token"])
-    layer = layers(model)[0]
-    with mock.patch.object(megatron_experts.GroupedMLP, "__init__", torch.nn.Module.__init__):
-        experts = expert_layers.OURS["GroupedMLP"]()
-    experts.config, experts.ep_group = layer.config, layer.ep_group
-    experts.num_local_experts = layer.num_local_experts
-    for number, name in enumerate(expert_layers.LINEARS, 1):
-        stack = torch.stack([one.detach().t() for one in layer._parameters_of(name)])
-        shape = (layer.config.hidden_size, -1) if number == 1 else (-1, layer.config.hidden_size)
-        setattr(experts, f"weight{number}", torch.nn.Parameter(stack.reshape(shape)))
-    made = torch.Generator().manual_seed(rank)
-    x, counts = torch.randn(8, 32, generator=made), torch.tensor([[3, 1], [0, 4]])
-    probs = torch.rand(8, generator=made)
-    got, _ = experts(x, counts.to(torch.int32), probs)
-    right, _ = layer(x, counts.to(torch.int32), probs)
-    torch.testing.assert_close(got, right)
-    got.sum().backward()
-    right.sum().backward()
-    for number, name in enumerate(expert_layers.LINEARS, 1):
-        stack = torch.stack([one.grad.t() for one in layer._parameters_of(name)])
-        gradient = getattr(experts, f"weight{number}").grad
-        torch.testing.assert_close(gradient, stack.reshape(gradient.shape))
-    sbs.stop()
-
-
 def test_which_gradients_the_experts_add_to_main_grad():
     """Not those of Megatron's FSDP, which hands out its buffers for each call."""
 
     def fuses(fusion: bool, parameters: list[Any]) -> bool:
         layer = SimpleNamespace(config=SimpleNamespace(gradient_accumulation_fusion=fusion))
-        return expert_layers._Separate._fuses_wgrad(layer, parameters)
+        return expert_layers._Experts._fuses_wgrad(layer, parameters)
 
     plain, other, frozen, sharded = (torch.nn.Parameter(torch.ones(2)) for _ in range(4))
     frozen.requires_grad_(False)

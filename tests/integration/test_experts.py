@@ -273,6 +273,7 @@ REFUSED = {
         "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity",
         "moe_router_padding_for_quantization", "moe_router_padding_for_fp8",
         "moe_apply_probs_on_input", "moe_single_grouped_weight", "moe_single_grouped_bias",
+        "moe_use_legacy_grouped_gemm",
         "use_transformer_engine_op_fuser", "moe_mlp_glu_interleave_size", "delay_wgrad_compute",
         "overlap_dispatch_backward_with_experts_wgrad", "overlap_moe_expert_parallel_comm",
         "fp8", "fp4",
