@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -81,18 +80,6 @@ class Decision(Choice[registry.Strategy]):
             )  # fmt: skip
             self._programs[caller_steps] = program
         return program
-
-    def gather_plan(self) -> Plan:
-        """The plan of the gather of x beside this GEMM+RS in a column layer's backward; the log of
-        calls gets an entry.
-        """
-        plan, description = self._gather
-        self.workspace.note(description)
-        return plan
-
-    @cached_property
-    def _gather(self) -> tuple[Plan, str]:
-        return registry.gather_plan(self.problem, self.plan), f"gather beside {self.description}"
 
 
 def decide(

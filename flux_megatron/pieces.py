@@ -78,9 +78,11 @@ def start_gather_and_gemm_rs(x: Tensor, dy: Tensor, w: Tensor, group: ProcessGro
         return Done(x), Done(product(dy, w, "nn"))
     decision = decide(Pattern.GEMM_RS, dy, w, None, group, "nn", None)
     decision.report_fallback()
-    space, gather_plan = decision.workspace, decision.gather_plan()
+    space = decision.workspace
+    space.note(f"gather beside {decision.description}")
+    gathers, gather_plan = registry.gather_beside(decision.plan)
     with space.guard():  # the gather is open if the scatter cannot begin
-        gather = calls.start_gather(registry.gather_builder(gather_plan), x, gather_plan, space)
+        gather = calls.start_gather(gathers, x, gather_plan, space)
         scatter = calls.InFlight(decision.program(dy, w, None, True, None), dy, w, None)
     decision.count()
     return gather, scatter

@@ -51,7 +51,8 @@ def test_the_plan_of_dgrad_says_how_x_is_gathered_before_it(rank):
         y = apply(made, *given)
         started.clear()
         y.backward(made.dy[rank].to(DEVICE))
-        expected = [f"gather {scatters}", f"scatter {scatters}"]
+        gathering = "sequential" if scatters == "sequential" else "pipelined"  # by copy engines
+        expected = [f"gather {gathering}", f"scatter {scatters}"]
         assert started == expected, (gathers, scatters)
         assert_exact(given[0].grad, made.dx[rank], scatters)
         assert_exact(given[1].grad, made.dw[rank], scatters)

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from flux_megatron import settings
 from flux_megatron.kernels import descriptors, native_launch, triton_launch, triton_private
-from flux_megatron.overlap import by_c, calls, transfer
+from flux_megatron.overlap import by_c, calls, collectives, transfer
 from flux_megatron.overlap.calls import InFlight
 from flux_megatron.problem import Plan, Tile
 from flux_megatron.scaling import Scaling
@@ -122,7 +122,7 @@ class Space:
     def end(self, call: SimpleNamespace) -> None:
         call.channel.end_in(call.region)
 
-    device, mailboxes = torch.device("cpu"), False
+    device, mailboxes, stage = torch.device("cpu"), False, None
 
     def guard(self, *, whole: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
@@ -237,6 +237,15 @@ def of(build: Builder) -> Callable[..., Tensor]:
 
 
 whole, by_kernel = of(gemms), of(kernel_call)
+
+
+def test_collectives_are_awaited_as_they_began(monkeypatch):
+    awaited: list[str] = []
+    monkeypatch.setattr(collectives, "wait", lambda work, space: awaited.append(work))
+    call = SimpleNamespace(works=["first", "second"], space=None)
+    for _ in range(3):
+        collectives._wait_for(call)
+    assert awaited == ["first", "second"]
 
 
 def program(space: Space) -> CallProgram:

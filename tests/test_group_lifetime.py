@@ -79,9 +79,9 @@ def test_experts_take_memory_again_after_a_release(rank):
         y, _ = a2a_gemm(x, w, counts, group, capacity=6)
         assert torch.equal(y, torch.full_like(y, 8))
         space = workspace(group, here())
-        assert space.channels or space.kept
+        assert space.channels or space.stage
         flux_megatron.release()
-        assert (space.channels, space.kept) == ({}, {})
+        assert (space.channels, space.stage) == ({}, None)
 
 
 @on_device_ranks(2)

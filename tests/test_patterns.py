@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flux_megatron import doctor, ops
+from flux_megatron import doctor, ops, settings
 from flux_megatron.doctor import strategies as page
 from flux_megatron.kernels.hopper.config import TILE
 from flux_megatron.lab import reference
@@ -53,6 +53,12 @@ def test_dgrad_is_the_dual(pattern):
     assert dual.x_rows == (p.M_shard if p.spec.scatters else M)
     assert (dual.K_local, dual.N_local) == (p.N_local, p.K_local)
     assert moved_bytes(dual) == moved_bytes(p)
+
+
+def test_every_strategy_has_its_name_in_the_settings_and_its_numbers_in_plans():
+    names = {name for table in registry.STRATEGIES.values() for name in table}
+    assert {*settings.STRATEGIES} == {"auto", *names}
+    assert {*FIELDS} == names
 
 
 def test_a_strategy_without_symmetric_memory_does_not_ask_for_it():

@@ -280,7 +280,7 @@ def test_a_communicator_for_each_number_of_sms(monkeypatch):
     monkeypatch.setattr(stages, "capturing", capturing)
     capturing.return_value = False
     group, stage = SimpleNamespace(group_name="one"), stages.Stage(torch.device("cpu"))
-    space = SimpleNamespace(group=group, device=torch.device("cuda"), kept={"signalled": stage})
+    space = SimpleNamespace(group=group, device=torch.device("cuda"), stage=stage)
     assert stages.communicator(space, 0) is group
     few, many, other = (stages.communicator(space, *one) for one in ((4,), (16,), (4, 1)))
     capturing.return_value = True

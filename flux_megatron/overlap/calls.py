@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import profiler
 
@@ -40,30 +39,17 @@ def is_watched() -> bool:
     return settings.get().nvtx
 
 
-class ProgramKey(NamedTuple):
-    """All that a program depends on, but settings: a workspace forgets its programs with those."""
-
-    build: Builder
-    plan: Plan
-    layout: str
-    caller_steps: bool
-    x_shape: torch.Size
-    dtype: torch.dtype  # of x; it says that of w
-    w_shape: torch.Size | None
-    biased: bool
-    scaling: tuple[Any, ...] | None  # the shapes of the scales, and all that is no tensor
-
-
 def program_of(
     build: Builder, x: Tensor, w: Tensor | None, bias: Tensor | None, layout: str, plan: Plan,
     space: Workspace, caller_steps: bool, scaling: Scaling | None = None,
 ) -> CallProgram:  # fmt: skip
     """The program of calls with such operands, with caller steps or without."""
-    key = ProgramKey._make((  # 1 us less than by keywords
+    # all but settings, with which a workspace forgets its programs; the dtype of x says that of w
+    key = (
         build, plan, layout, caller_steps, x.shape, x.dtype, None if w is None else w.shape,
         bias is not None,
         None if scaling is None else (scaling.x.shape, scaling.w.shape, *scaling[2:]),
-    ))  # fmt: skip
+    )  # fmt: skip
     program = space.programs.get(key)
     if program is None:
         with space.guard(whole=True):  # the other ranks may be in this call already
@@ -100,7 +86,7 @@ class InFlight:
                 with active(space.device):
                     self._lists = by_c.lists_of(program, self.engine)
             if not self._begun_by_c():
-                with space.guard():
+                with space.guard():  # a channel may be open that is none of `calls` yet
                     self._begin()
             if not program.borrowed:
                 self._end()
@@ -132,7 +118,8 @@ class InFlight:
 
     def _fail(self, error: BaseException) -> None:
         is_open = any(call.channel.open for call in self.calls)
-        is_open = is_open or any(one.open is self for one in self.space.kept.values())
+        stage = self.space.stage
+        is_open = is_open or (stage is not None and stage.open is self)
         self.space.fail(error, is_open, half_made=not self.program.follows)
 
     def _take_back(self) -> bool:

@@ -39,8 +39,7 @@ def of_calls(problem: Problem, plan: Plan, space: Workspace) -> Iterator[Code]:
         for biased in (False, True) if gathers and not problem.is_backward else (False,):
             yield from launched(build, problem, plan, space, borrows, biased)
     if problem.is_backward and problem.spec.scatters and not problem.scaled:
-        gather_plan = registry.gather_plan(problem, plan)
-        gather = registry.gather_builder(gather_plan)
+        gather, gather_plan = registry.gather_beside(plan)
         yield from launched(gather, problem.dual, gather_plan, space, True, False)
 
 

@@ -47,14 +47,14 @@ def _start(collective: Callable[..., dist.Work | None], call: Any, *tensors: Ten
 
 
 def wait_for(p: CallProgram) -> None:
-    """Go on behind the collective that the program has started."""
+    """Go on behind the collective that the program has started, the first of several."""
     with p.phase("wait"):
         p.host(_wait_for)
 
 
 def _wait_for(call: Any) -> None:
     if call.works:
-        wait(call.works.pop(), call.space)
+        wait(call.works.pop(0), call.space)
 
 
 def run(

@@ -237,7 +237,7 @@ def _gemm_ar(p: CallProgram) -> Slot:
         y, gathered, channel.fixed("pointers"), channel.fixed("pad_pointers"), channel.fixed("pad"),
         channel.epoch, channel.fixed("work_counter"), sums,
     )  # fmt: skip
-    return _gemm_rs(p, gathering, (channel, sums) if sums else None)
+    return _gemm_rs(p, gathering, None if sums is None else (channel, sums))
 
 
 def _exchanged(p: CallProgram) -> Slot:

@@ -145,15 +145,15 @@ def candidates(problem: Problem, name: str, missing: Missing | None = None) -> l
     return [plan for plan in able if module.why_not(problem, plan) is None]
 
 
-def gather_plan(problem: Problem, plan: Plan) -> Plan:
-    """The plan of the gather of x beside the GEMM+RS `problem` in a column layer's backward: the
-    default plan of the same strategy, or `sequential` if that gathers nothing.
-    """
-    gathering = STRATEGIES[problem.dual.pattern].get(plan.strategy, sequential)
-    return gathering.default_plan(problem.dual)
-
-
 def gather_builder(plan: Plan) -> Builder:
-    """That of a gather for a caller who enqueues beside it, by a plan of `gather_plan`'s."""
+    """That of a gather of x for a caller who enqueues beside it, where his call has this plan."""
     pushes = _ALL[plan.strategy].NEEDS_SYMMETRIC_MEMORY
     return gather_rows if pushes else sequential.gather_rows
+
+
+def gather_beside(plan: Plan) -> tuple[Builder, Plan]:
+    """The same, and the gather's own plan, beside a GEMM+RS of this one: copy engines push, or a
+    collective.
+    """
+    pushes = _ALL[plan.strategy].NEEDS_SYMMETRIC_MEMORY
+    return gather_builder(plan), Plan("pipelined" if pushes else "sequential")

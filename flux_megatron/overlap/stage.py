@@ -91,10 +91,10 @@ def join(workspace: Workspace) -> None:
 
 def stage_of(workspace: Workspace) -> Stage:
     """The stage of a workspace, made at its first call."""
-    if "signalled" not in workspace.kept:
+    if workspace.stage is None:
         _refuse_capture(workspace.device)
-        workspace.kept["signalled"] = Stage(workspace.device)
-    return workspace.kept["signalled"]
+        workspace.stage = Stage(workspace.device)
+    return workspace.stage
 
 
 def _refuse_capture(device: torch.device) -> None:
@@ -151,5 +151,5 @@ def _nccl(workspace: Workspace, comm_sms: int, turn: int) -> Any:
 def _let_communicators_go() -> None:
     """Their threads must not outlive the device."""
     for space in workspaces():
-        if "signalled" in space.kept:
-            space.kept["signalled"].close()
+        if space.stage is not None:
+            space.stage.close()

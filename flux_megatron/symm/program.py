@@ -1,5 +1,5 @@
 """What one call enqueues, as a list of steps that a strategy builds from the shapes of the call: a
-program holds no memory, and serves every call of its shapes.
+program holds no memory but what is `kept`, and serves every call of its shapes.
 
 `overlap.calls` runs programs. Kernels' functions on the host take slots as they take tensors: a
 launcher that is given slots adds a `Launch` to their program.

@@ -60,8 +60,7 @@ class Workspace:
         self.kinds: LRUCache[Hashable, Any] = LRUCache(SHAPES)  # of calls, of `dispatch`
         self.checked: LRUCache[Hashable, Any] = LRUCache(SHAPES)
         self.programs: LRUCache[Hashable, Any] = LRUCache(SHAPES)  # of `overlap.calls`
-        # what a strategy needs for all its calls, by its name; it is `open` while one is
-        self.kept: dict[str, Any] = {}
+        self.stage: Any = None  # of `signalled` (`overlap.stage`); it is `open` while a call is
         self.settings: settings.Settings | None = None  # under which `checked` is valid
         ranks = places(group, device, doorbell.address(_compare))
         self._doorbells = [place.doorbell for place in ranks]
@@ -199,8 +198,8 @@ class Workspace:
         self.check()
 
     def holders(self) -> list[Any]:
-        """Who holds memory, and may be open: the channels, and what strategies keep."""
-        return [*self.channels.values(), *self.kept.values()]
+        """Who holds memory, and may be open: the channels, and the stage of `signalled`."""
+        return [*self.channels.values(), *([self.stage] if self.stage else [])]
 
     def open_calls(self) -> list[Any]:
         return [one for one in self.holders() if one.open]
@@ -223,11 +222,10 @@ class Workspace:
         """Refuse all further calls, on all ranks: `error` has ended one in the middle."""
         with contextlib.suppress(RuntimeError), active(self.device):  # which may have failed
             self.engine.join()  # no push reads memory that the caller frees
-            for one in self.kept.values():
-                if one.open:
-                    one.join()  # nor does a collective beside the caller's stream
+            if self.stage and self.stage.open:
+                self.stage.join()  # nor does a collective beside the caller's stream
         if not self.agreement.broken and not self._status.mismatch:  # which every rank finds
-            half_made = any(one.open and one.on_group for one in self.kept.values())
+            half_made = bool(self.stage and self.stage.open and self.stage.on_group)
             self._report_failure(f"{type(error).__name__}: {error}", half_made)
 
     def _report_failure(self, failure: str, half_made: bool) -> None:
@@ -250,9 +248,8 @@ class Workspace:
         """Give back all memory. Nothing of a call is enqueued any more."""
         for one in self.holders():
             one.close()
-        for known in (
-            self.channels, self.kept, self.agreed, self.kinds, self.checked, self.programs
-        ):  # fmt: skip
+        self.stage = None
+        for known in (self.channels, self.agreed, self.kinds, self.checked, self.programs):
             known.clear()
 
     @property

@@ -170,8 +170,7 @@ class Trial(AnyTrial[Entry]):
         """The forward operation, or the whole backward; gives y or dx."""
         problem, consume = self.problem, None
         if problem.is_backward and problem.spec.scatters:
-            gather_plan = registry.gather_plan(problem, plan)
-            return lambda: self._column_backward(plan, gather_plan)
+            return lambda: self._column_backward(plan)
         if problem.is_backward and not problem.spec.gathers:
             return lambda: self._all_reduced_backward(plan)
         if problem.is_backward:
@@ -186,8 +185,8 @@ class Trial(AnyTrial[Entry]):
         self._main_grad.zero_()
         return [self.call(plan)(), self._main_grad[:WGRAD_ROWS].clone()]
 
-    def _column_backward(self, plan: Plan, gather_plan: Plan) -> Tensor:
-        build = registry.gather_builder(gather_plan)
+    def _column_backward(self, plan: Plan) -> Tensor:
+        build, gather_plan = registry.gather_beside(plan)
         gather = calls.start_gather(build, self._layer_x, gather_plan, self._space)
         scatter = self._started(plan)
         accumulate_wgrad_by_torch(self._main_grad, self._x, gather.complete())

@@ -156,8 +156,8 @@ class Operands:
         decision = decide(Pattern.GEMM_RS, self.x, self.w, None, self.group, "nn", plan)
         decision.count()
         space = decision.workspace
-        plan = decision.gather_plan()
-        gather = calls.start_gather(registry.gather_builder(plan), self.rows, plan, space)
+        build, gather_plan = registry.gather_beside(decision.plan)
+        gather = calls.start_gather(build, self.rows, gather_plan, space)
         program = decision.program(self.x, self.w, None, True, None)
         scatter = calls.InFlight(program, self.x, self.w, None)
         rows = gather.complete()
