@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron import ops
 from flux_megatron.kernels.hopper.config import DEEP, LOW, TILES
+from flux_megatron.kernels.sizes import tiles_of_shard
 from flux_megatron.lab import reference
 from flux_megatron.patterns import Pattern
 from flux_megatron.problem import Plan, Tile, own_fields
@@ -63,7 +64,7 @@ def hopper_cases(pattern: str, world_size: int) -> list[Case]:
         plans += [Plan("hopper", 24, narrow, transport="engines")]
     dtypes = itertools.cycle([torch.bfloat16, torch.float16])
     more = _other_tiles(K) if pattern == "ag_gemm" else []
-    return more + [
+    made = [
         Case(pattern, *shape, dtype=dtype, layout=layout, plan=plan, seed=seed, kept=0.15)
         for seed, (shape, plan, layout, dtype) in enumerate(
             (*both, dtype)
@@ -72,6 +73,13 @@ def hopper_cases(pattern: str, world_size: int) -> list[Case]:
             )
         )
     ]
+    return more + [one for one in made if not _refused(one)]
+
+
+def _refused(case: Case) -> bool:
+    """Engines push no sums of a shard of one tile."""
+    tile = case.plan.tile
+    return case.plan.transport == "engines" and tiles_of_shard(case.M_shard, case.N_local, tile) < 2
 
 
 def _other_tiles(K: int) -> list[Case]:

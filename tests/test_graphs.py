@@ -51,7 +51,9 @@ class Captured:
         sizes = {"M_shard": 40, "N_local": 48, "K_local": 32}
         if plan.strategy == "hopper":
             K = 8 * 64 * (self.group.size() - 1)  # the least that its GEMM+RS takes
-            sizes = {"M_shard": 128, "N_local": 136, "K_local": K, "kept": 0.2}
+            # engines push sums of a shard of two tiles and more
+            N = 264 if plan.transport == "engines" else 136
+            sizes = {"M_shard": 128, "N_local": N, "K_local": K, "kept": 0.2}
         plans = dict.fromkeys(OPERATIONS, plan)
         if plan.strategy == "signalled":
             plans["ag_gemm"] = SEQUENTIAL
