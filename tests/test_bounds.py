@@ -148,10 +148,10 @@ def test_descriptions_of_calls_are_bounded(rank):
     space = workspace(dist.group.WORLD, here())
     for number in range(2 * call_log.ENTRIES):
         space.note(f"call {number}")
-    known = space.calls._digests
+    known = space.log._digests
     assert len(known) == call_log.ENTRIES
     oldest, digest = next(iter(known.items()))
-    assert space.calls._describe(digest) == oldest
+    assert space.log._describe(digest) == oldest
 
 
 @on_cpu_ranks(2)

@@ -277,7 +277,7 @@ def test_a_missing_signal_is_explained_by_the_failure(rank, entered_first):
 
     done()
     if rank == 1:
-        enter = space.calls.break_off
+        enter = space.log.break_off
 
         def enter_and_wait() -> None:
             enter()
@@ -285,7 +285,7 @@ def test_a_missing_signal_is_explained_by_the_failure(rank, entered_first):
             store.wait(["found"])
 
         if entered_first:
-            space.calls.break_off = enter_and_wait
+            space.log.break_off = enter_and_wait
         with pytest.raises(ZeroDivisionError):
             fail_in_a_call(space, ZeroDivisionError("no wgrad today"))
         dist.barrier()

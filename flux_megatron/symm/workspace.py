@@ -53,7 +53,7 @@ class Workspace:
         self.rank, self.world_size = group.rank(), group.size()
         self.engine = copy_engine(device)
         self.agreement = Agreement(group, partial(self.note, QUESTION))
-        self.calls: CallLog | None = None
+        self.log: CallLog | None = None
         # what all ranks have agreed on: plan tables of layer kinds, strategies of other calls
         self.agreed: dict[Hashable, Any] = {}
         # decisions, by all that a rank checks of a call
@@ -66,7 +66,7 @@ class Workspace:
         self._doorbells = [place.doorbell for place in ranks]
         apart = why_unavailable(ranks, group)
         self.missing = Missing(apart) if apart else missing(group, device)
-        self.calls = call_log(group, device) if self.shares_memory else None
+        self.log = call_log(group, device) if self.shares_memory else None
         self.failed_alone = False  # unless the other ranks have failed too: the next call asks
         self.half_made = False  # whether the others may be in a collective of the group then
         self._late = ""  # the wait that ran out of time, with its likely reason
@@ -153,10 +153,10 @@ class Workspace:
             except errors.ProblemMismatch as error:  # the others may wait for good
                 self._report_failure(f"{type(error).__name__}: {error}", self.half_made)
                 raise
-        if self.calls is None:
+        if self.log is None:
             return
         try:
-            self.calls.note(description)
+            self.log.note(description)
         except errors.ProblemMismatch as error:
             self.ask()  # the other rank may have failed
             self.agreement.stop_askers(str(error))
@@ -189,7 +189,7 @@ class Workspace:
 
     def compare(self) -> None:
         """End this rank's waits if it is known by now that a rank makes another call."""
-        if self.calls is not None and (difference := self.calls.difference()):
+        if self.log is not None and (difference := self.log.difference()):
             self._status.end_waits(different_calls(difference))
 
     def ask(self) -> None:
@@ -230,12 +230,12 @@ class Workspace:
 
     def _report_failure(self, failure: str, half_made: bool) -> None:
         self.agreement.break_off(failure, half_made)
-        if self.calls is not None:
-            self.calls.break_off()  # last: who finds this entry asks for the failure
+        if self.log is not None:
+            self.log.break_off()  # last: who finds this entry asks for the failure
 
     def _with_reason(self, failure: str) -> str:
         """And the likely reason for a signal that did not come."""
-        difference = self.calls.difference() if self.calls is not None else ""
+        difference = self.log.difference() if self.log is not None else ""
         reason = self.agreement.failure() or self.agreement.published() or difference
         return failure if reason in failure else f"{failure} ({reason})"
 

@@ -78,7 +78,7 @@ def _wanted(problem: Problem, space: Workspace) -> str:
     """What this rank's choice will depend on beside the table, for the ranks to compare."""
     given = settings.get()
     wanted = given.strategy + ", strictly" * given.strict
-    if space.calls is None:  # nothing will compare what they choose
+    if space.log is None:  # nothing will compare what they choose
         names = [*registry.runnable(problem, given.strategy, space.missing)]
         wanted += f" (can run: {', '.join(names) or 'none'})"
     return wanted
