@@ -34,10 +34,17 @@ def names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
     """Some of the `known` names, as in "ag_gemm,gemm_rs"; at least one."""
     given = tuple(word.strip() for word in text.split(",") if word.strip())
     known = [*known]
-    for name in given or (text,):
-        if name not in known:
-            raise BadInput(f"{option} {name!r} given, {nearest(name, known)}")
+    for one in given or (text,):
+        name(option, one, known)
     return given
+
+
+def name(option: str, text: str, known: Iterable[str]) -> str:
+    """One of the `known` names."""
+    known = [*known]
+    if text not in known:
+        raise BadInput(f"{option} {text!r} given, {nearest(text, known)}")
+    return text
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -309,6 +309,9 @@ def test_the_data_set_helper_of_another_python_is_seen(tmp_path, monkeypatch):
     with pytest.raises(BadInput, match="no pybind11 of the python3 on PATH; pip install -e "):
         doctor.check_script(checkout / "pretrain_gpt.py")
     (programs / "python3").write_text("#!/bin/sh\necho -I/include\n")
+    # pyenv's are those of the folder, as Megatron's `.python-version` has it
+    here = f"#!/bin/sh\n[ $PWD = {datasets} ] && echo {suffix}\n"
+    (programs / "python3-config").write_text(here)
     doctor.check_script(checkout / "pretrain_gpt.py")
     assert found("data set helper", Wanted(checkout=checkout)).status == "ok"
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 from started import python
 
+from flux_megatron.errors import BadInput, RunFailed
 from flux_megatron.problem import Pattern, Plan, Tile
 from flux_megatron.tuning import plan_cache
 from flux_megatron.tuning.plan_entry import Entry
@@ -78,11 +79,37 @@ def test_the_problems_of_any_model(widths, hidden, outputs, inputs):
             "--hidden-size 4096 --num-attention-heads 32 --group-query-attention --swiglu",
             Widths(4096, 10880, 32, kv_heads=1, swiglu=True), None,
         ),
+        # it has gate and up too, and Megatron's ffn of a layer without
+        (
+            "--hidden-size 64 --num-attention-heads 8 --quick-geglu",
+            Widths(64, 256, 8, swiglu=True), None,
+        ),
     ],
-    ids=["8b", "32b", "3", "defaults"],
+    ids=["8b", "32b", "3", "defaults", "quick-geglu"],
 )  # fmt: skip
 def test_the_widths_of_megatrons_arguments(words, model, tp):
     assert of_megatron(words.split()) == (model, tp)
+
+
+def test_widths_that_are_not_known_are_refused():
+    with pytest.raises(BadInput, match="--multi-latent-attention given, whose layers are not"):
+        of_megatron(
+            ["--hidden-size", "64", "--num-attention-heads", "8", "--multi-latent-attention"]
+        )
+
+
+@pytest.mark.parametrize("name", ["--suite gpt3-175b,llama2-70b", "--dtype float32,bfloat16"])
+def test_one_model_and_one_dtype_are_measured(name):
+    done = CliRunner().invoke(cli.app, f"tune --suite gpt3-175b --tp 2 --device cpu {name}".split())
+    assert done.exit_code == 2
+    assert f"{name.split()[1]!r} given, " in done.output
+
+
+def test_problems_that_were_not_measured_end_the_command(monkeypatch):
+    monkeypatch.setattr(measure.dist, "get_rank", lambda: 0)
+    measure.refuse_lacking([1, 2], [1, 2])
+    with pytest.raises(RunFailed, match="1 of 2 problems were not measured"):
+        measure.refuse_lacking([1, 2], [1])
 
 
 @pytest.mark.parametrize(

@@ -130,10 +130,10 @@ def data_set_helper(wanted: Wanted) -> Iterator[Finding]:
         return
     lacking = [name for name in HELPER_NEEDS if shutil.which(name) is None]
     if not lacking:
-        built = _output("python3-config", "--extension-suffix")
+        built = _output(folder, "python3-config", "--extension-suffix")
         if built != suffix:
             lacking = [f"this Python's python3-config: that on PATH is of {built}"]
-        elif not _output("python3", "-m", "pybind11", "--includes"):
+        elif not _output(folder, "python3", "-m", "pybind11", "--includes"):
             lacking = ["pybind11 of the python3 on PATH"]
     if not lacking:
         yield Finding("data set helper", "ok", "not compiled yet, Megatron does so at its start")
@@ -150,10 +150,12 @@ def _usable(wanted: Wanted) -> Path | None:
     return None if version and MEGATRON_CORE.is_too_old(version) else wanted.checkout
 
 
-def _output(*command: str) -> str:
-    """What a program writes; nothing of one that fails or does not come back."""
+def _output(folder: Path, *command: str) -> str:
+    """What a program writes in this folder, whose `.python-version` may choose another one; nothing
+    of one that fails or does not come back.
+    """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return "" if done.returncode else done.stdout.strip()

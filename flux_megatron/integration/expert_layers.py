@@ -73,6 +73,8 @@ class _Experts:
             clamp = getattr(config, "activation_func_clamp_value", None)  # of 0.15
             offset = getattr(config, "glu_linear_offset", 0.0)
             function = config.activation_func
+            if config.bias_activation_fusion and function is functional.silu:
+                clamp = None  # Megatron's fused SwiGLU has none
             return activation.gated(hidden, received, function, weights, bias, clamp, offset)
         if bias is not None:
             hidden = activation.biased(hidden, bias, received)
@@ -179,11 +181,22 @@ class _Experts:
         )
 
 
+def _own(linear: torch.nn.Module, name: str) -> Any:
+    """A parameter of a linear that nothing stands around: an adapter would never be called."""
+    if name not in linear._parameters:
+        raise ValueError(
+            f"{type(linear).__qualname__} given in place of an experts' linear layer, whose {name} "
+            "is read and which is never called: build models with adapters around experts without "
+            "--flux-experts, experts=True and FLUX_MEGATRON_EXPERTS"
+        )
+    return linear._parameters[name]
+
+
 class FluxExperts(_Experts, stock.SequentialMLP):
     """Takes the place of `SequentialMLP`."""
 
     def _parameters_of(self, name: str, kind: str = "weight") -> list[Any]:
-        return [getattr(getattr(expert, name), kind) for expert in self.local_experts]
+        return [_own(getattr(expert, name), kind) for expert in self.local_experts]
 
     def _linears(self) -> list[torch.nn.Module]:
         return [getattr(expert, name) for expert in self.local_experts for name in LINEARS]
@@ -194,7 +207,7 @@ class FluxGroupedExperts(_Experts, stock.TEGroupedMLP):
 
     def _parameters_of(self, name: str, kind: str = "weight") -> list[Any]:
         linear = getattr(self, name)
-        return [getattr(linear, f"{kind}{expert}") for expert in range(self.num_local_experts)]
+        return [_own(linear, f"{kind}{expert}") for expert in range(self.num_local_experts)]
 
     def _linears(self) -> list[torch.nn.Module]:
         return [getattr(self, name) for name in LINEARS]

@@ -102,14 +102,21 @@ class Prepared:
             raise LaunchError(f"{cluster.gpus} GPUs needed on this machine, {found} found{more}")
         self.write()
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
-        start = "resume" if self.resume else "start"
         for name in self.started:
+            folder = self.options.run / name
+            if (folder / "done").exists():
+                log(f"arm {name}: done")
+                continue
+            start = "resume" if self.resume and (folder / "started").exists() else "start"
             log(f"arm {name}: {start}")
             for mode in ("doctor", start):
-                script = ["bash", str(self.options.run / name / "command.sh"), mode]
+                if mode == start:
+                    (folder / "started").touch()
+                script = ["bash", str(folder / "command.sh"), mode]
                 if code := _wait(subprocess.Popen(script, env=environment)):
                     log(f"arm {name}: {mode} ended with code {code}")
                     return code
+            (folder / "done").touch()
         return 0
 
 

@@ -68,7 +68,8 @@ def resumed(run: Path, given: Given) -> Given:
 
 def _values(experiment: Experiment) -> dict[str, Any]:
     whole = asdict(experiment)
-    return {"name": experiment.name, "program": experiment.program, **whole["arms"]}
+    fixed = {name: whole[name] for name in ("name", "program", "megatron_lm", "extra_arguments")}
+    return {**fixed, **whole["arms"]}
 
 
 def of_run(run: Path) -> list[Path]:

@@ -116,12 +116,13 @@ def variables(workload: Workload, run: Path) -> dict[str, str]:
     Caches are in the run's folder, which every container sees; of the home folder that is not so.
     """
     cache, on_cpu = run / "cache", workload.cluster.gpu == "cpu"
+    plans = os.environ.get("FLUX_MEGATRON_CACHE")  # those of `flux-megatron tune`
     return {
         **ONE_QUEUE,
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",  # logs are read while the run goes on
         "PYTHONFAULTHANDLER": "1",  # a rank that gets SIGABRT first writes its stack
-        "FLUX_MEGATRON_CACHE": str(cache / "plans"),
+        "FLUX_MEGATRON_CACHE": os.path.abspath(plans) if plans else str(cache / "plans"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         **(CPU if on_cpu else {"NCCL_DEBUG": "WARN"}),  # it says why it fails

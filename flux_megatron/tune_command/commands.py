@@ -156,7 +156,7 @@ def _tune_experts(
     if lacking := [name for name, size in sizes.items() if size is None]:
         raise BadInput(f"--experts needs {', '.join(lacking)} too")
     hidden, ffn, topk, tokens = (size or 0 for size in sizes.values())
-    option_values.names("--dtype", dtype, request.DTYPES)
+    option_values.name("--dtype", dtype, request.DTYPES)
     machine.ranks(device, ep, "--device cpu with a small model", option="--ep", least=2)
     wanted = of_experts.problems(hidden, ffn, experts, topk, tokens, ep, dtype, device, gated)
     if "RANK" not in os.environ:

@@ -8,7 +8,7 @@ from functools import partial
 from flux_megatron.errors import BadInput
 from flux_megatron.expert_parallel import plans, tune
 from flux_megatron.expert_parallel.plans import ExpertEntry, ExpertProblem
-from flux_megatron.tune_command.measure import joined, measure_all
+from flux_megatron.tune_command.measure import joined, measure_all, refuse_lacking
 
 
 def problems(
@@ -46,4 +46,5 @@ def run(wanted: Sequence[ExpertProblem], again: bool) -> None:
             return tune.measure(problem, group, device)
 
         find = partial(plans.kept, device=device)
-        measure_all(wanted, group, device, again, find, measure)
+        entries = measure_all(wanted, group, device, again, find, measure)
+        refuse_lacking(wanted, entries)

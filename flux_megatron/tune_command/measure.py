@@ -21,6 +21,7 @@ from rich.status import Status
 from rich.table import Table
 
 from flux_megatron import settings
+from flux_megatron.errors import RunFailed
 from flux_megatron.expert_parallel.plans import ExpertEntry, ExpertProblem
 from flux_megatron.overlap import registry
 from flux_megatron.problem import Plan, Problem, Tile
@@ -50,6 +51,7 @@ def tune(problems: Sequence[Problem], again: bool, out: Path | None, name: str) 
             file = out / f"{name}_tp{group.size()}_connections-{connections}.json"
             plan_cache.write_file(file, entries)
             Console().print(f"{len(entries)} entries in {file}", soft_wrap=True)
+        refuse_lacking(problems, entries)
 
 
 @contextmanager
@@ -101,6 +103,13 @@ def measure_all(
     where = plan_cache.user_folder(settings.get().cache)
     console.print(f"{len(entries)} plans kept in {where}", soft_wrap=True)
     return entries
+
+
+def refuse_lacking(problems: Sequence[P], entries: Sequence[E]) -> None:
+    """`RunFailed` on rank 0 where a problem was not measured."""
+    lacking = len(problems) - len(entries)
+    if lacking and dist.get_rank() == 0:
+        raise RunFailed(f"{lacking} of {len(problems)} problems were not measured, see above")
 
 
 def _show(status: Status, title: str, plan: Plan) -> None:

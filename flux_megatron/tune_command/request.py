@@ -46,7 +46,7 @@ class Request:
         small = self.device == "cpu"
         Ms = option_values.numbers("--M", self.M or ("64" if small else "8192,4096,2048"))
         dtype = self.dtype or ("float32" if small else "bfloat16")
-        option_values.names("--dtype", dtype, DTYPES)
+        option_values.name("--dtype", dtype, DTYPES)
         model, vocab, tp, name = self._of_suite() if self.suite is not None else self._of_model()
         if uneven := [M for M in Ms if M % tp and self.sequence_parallel]:
             raise BadInput(f"--M {uneven} given, multiples of the {tp} ranks expected")
@@ -60,7 +60,7 @@ class Request:
 
     def _of_suite(self) -> tuple[Model, None, int, str]:
         name = str(self.suite)
-        option_values.names("--suite", name, MODELS)
+        option_values.name("--suite", name, MODELS)
         model = MODELS[name].scaled(self.scale or (CPU_SCALE if self.device == "cpu" else 1))
         tp = machine.ranks(self.device, self.tp, TRIAL, least=2)
         if uneven := [width for width in astuple(model) if width % tp]:

@@ -112,7 +112,8 @@ def of_megatron(arguments: Sequence[str], vocab: int | None = None) -> tuple[Wid
         "tensor-model-parallel-size",
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=_size)
-    for name in ("group-query-attention", "swiglu"):
+    flags = "group-query-attention", "swiglu", "quick-geglu", "multi-latent-attention"
+    for name in flags:
         parser.add_argument(f"--{name}", action="store_true")
     found, others = parser.parse_known_args(arguments)
     _check_spelling(others)
@@ -120,6 +121,8 @@ def of_megatron(arguments: Sequence[str], vocab: int | None = None) -> tuple[Wid
     lacking = [name for name, size in zip(NEEDED, (hidden, heads), strict=True) if size is None]
     if lacking:
         raise BadInput(f"after --: {' and '.join(lacking)} expected, {' '.join(arguments)!r} given")
+    if found.multi_latent_attention:
+        raise BadInput("after --: --multi-latent-attention given, whose layers are not known here")
     groups = found.num_query_groups
     if groups is not None and not found.group_query_attention:
         raise BadInput(
@@ -128,7 +131,8 @@ def of_megatron(arguments: Sequence[str], vocab: int | None = None) -> tuple[Wid
         )
     kv_heads = (groups or 1) if found.group_query_attention else None
     ffn = found.ffn_hidden_size or (hidden * 8 // 3 // 64 * 64 if found.swiglu else 4 * hidden)
-    widths = Widths(hidden, ffn, heads, kv_heads, found.kv_channels, found.swiglu, vocab)
+    gated = found.swiglu or found.quick_geglu  # Megatron's own ffn is another with the first alone
+    widths = Widths(hidden, ffn, heads, kv_heads, found.kv_channels, gated, vocab)
     return widths, found.tensor_model_parallel_size
 
 

@@ -230,6 +230,31 @@ def test_a_weight_without_main_grad_is_named():
         expert_parameters.into_main_grads([torch.zeros(3, 2)], *[torch.zeros(1)] * 3)
 
 
+class Adapted(torch.nn.Module):
+    """As peft's adapters: it has the weight of the layer that it calls."""
+
+    def __init__(self, base_layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    @property
+    def weight(self) -> torch.nn.Parameter:
+        return self.base_layer.weight
+
+
+@on_cpu_ranks(2)
+def test_adapters_around_experts_are_refused(rank):
+    """Only the weights would be read, and adapters neither called nor trained."""
+    sbs.start(1, expert_model_parallel_size=2)
+    with ours():
+        model = build(SEQUENCE, **CASES["two a token"])
+    expert = layers(model)[0].local_experts[0]
+    expert.linear_fc2 = Adapted(expert.linear_fc2)
+    with pytest.raises(ValueError, match="Adapted given in place of an experts' linear layer"):
+        layers(model)[0]._parameters_of("linear_fc2")
+    sbs.stop()
+
+
 def test_which_gradients_the_experts_add_to_main_grad():
     """Not those of Megatron's FSDP, which hands out its buffers for each call."""
 

@@ -66,11 +66,16 @@ SHARED = {
 WITH_BIASES = {
     "biases, no gate": BIASED, "as gpt-oss": GPT_OSS, "as gpt-oss, recomputed": GPT_OSS | ACT,
 } if MEGATRON_CORE.since("0.16") else {}  # fmt: skip
+# Megatron's fused SwiGLU passes the clamp over
+FUSED_CLAMPED = {"fused swiglu, a clamp": CASES["swiglu, empty experts"] | {
+    "bias_activation_fusion": True, "activation_func_clamp_value": 0.02,
+}} if MEGATRON_CORE.since("0.16") else {}  # fmt: skip
 MORE = {
     "recomputed activations": CASES["swiglu, empty experts"] | ACT,
     "shared experts beside": CASES["two a token"] | SHARED,
     "all-gather": CASES["two a token"] | {"moe_token_dispatcher_type": "allgather"},
     **WITH_BIASES,
+    **FUSED_CLAMPED,
 }
 
 

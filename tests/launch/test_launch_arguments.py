@@ -188,8 +188,15 @@ def test_cpu_needs_neither_apex_nor_nccl():
         assert ("--need transformer_engine --need apex" in script) == (arm != "flux")
 
 
-def test_plans_are_measured_at_the_start_and_kept_in_the_run(tmp_path):
-    """No home folder is needed, and a run's later rounds find them."""
+def test_plans_are_measured_at_the_start_and_kept_in_the_run(tmp_path, monkeypatch):
+    """No home folder is needed, and a run's later rounds find them. Those that were measured ahead
+    are where the variable says.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLUX_MEGATRON_CACHE", "tuned")
+    (script,) = arms(GPT, "--arm", "flux", "--run-dir", tmp_path).values()
+    assert variables(script)["FLUX_MEGATRON_CACHE"] == str(tmp_path / "tuned")
+    monkeypatch.delenv("FLUX_MEGATRON_CACHE")
     (script,) = arms(GPT, "--arm", "flux", "--run-dir", tmp_path).values()
     set_there = variables(script)
     found = settings.read(set_there)

@@ -122,6 +122,10 @@ def test_resumed_run_goes_on_with_what_it_was_given(tmp_path, monkeypatch):
         launch(*resume, "--env", f"A={value}")
         launch(*resume)
         assert script.read_text() == before.replace("'A=b c'", f"A={value}")
+    refused = launch(*resume, "--set", 'arguments=[--clip-grad,"0.1"]', code=2)
+    assert "cannot be resumed with other values: extra_arguments." in refused
+    refused = launch(*resume, "--set", "megatron_lm=core_v0.19.0", code=2)
+    assert "megatron_lm: core_v0.16.1 -> core_v0.19.0" in refused
     refused = launch(*resume, "--data-path", tmp_path, code=2)
     said = f"cannot be resumed with other data: --data-path {tmp_path}/text -> {tmp_path}"
     assert said in refused
@@ -379,10 +383,13 @@ def test_local_run_stops_at_the_first_failure(tmp_path, monkeypatch, local):
     assert "--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 " in first
     assert second.endswith("/a run/round-1/flux/train")
     go_on = shlex.split(output.partition("go on with: flux-megatron launch ")[2])
+    launch(*go_on, code=5)
     launch(*go_on, "--arm", "megatron")
     calls = (tmp_path / "calls").read_text().splitlines()[2:]
+    # what is done is not done again, what was never started starts
     assert [call.partition("--out ")[2].removeprefix(str(tmp_path)) for call in calls] == [
-        f"/a run/round-{one}/megatron/train --resume" for one in (1, 2)
+        "/a run/round-1/flux/train --resume",
+        "/a run/round-2/megatron/train",
     ]
 
 

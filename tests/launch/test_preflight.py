@@ -123,6 +123,16 @@ def test_load_is_held_against_the_clusters_file(monkeypatch, case):
     assert [f.text for f in load.examine(2, 230, 1200) if f.status == "unfit"] == expected
 
 
+def test_figures_are_found_among_lines_of_nccl(monkeypatch):
+    """NCCL_DEBUG=INFO writes behind them."""
+    line, behind = '{"allreduce_gbps": 300.0, "sm_mhz": [1500]}', "comm 0x1 - Destroy COMPLETE"
+    monkeypatch.setattr(load, "output_of", lambda command, limit_s: f"NCCL\n{line}\n{behind}\n")
+    assert load._reached(2) == {"allreduce_gbps": 300.0, "sm_mhz": [1500]}
+    monkeypatch.setattr(load, "output_of", lambda command, limit_s: behind)
+    with pytest.raises(NotChecked, match="it printed no figures"):
+        load._reached(2)
+
+
 def test_load_that_fails_or_is_not_expected(monkeypatch):
     def fails(gpus: int) -> dict:
         raise NotChecked("no answer in 180 s")

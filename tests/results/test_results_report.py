@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -113,6 +114,10 @@ def test_runs_of_different_values_are_no_repeats(tmp_path, experiment):
     ]
     runs = [one for folder in folders for one in report.read(folder)]
     assert len(report.reports(runs)) == 2
+    released = dataclasses.replace(experiment, megatron_lm="core_v0.19.0")
+    runs += report.read(megatron_run(tmp_path / "2", released, {"flux": [10.0] * 12}))
+    assert len(report.reports(runs)) == 3
+    assert invoke(folders[0], folders[0], tmp_path / "1" / ".." / "0") == invoke(folders[0])
 
 
 def test_rounds_of_a_run_are_its_repeats(tmp_path, experiment):

@@ -23,7 +23,8 @@ def results(
     from flux_megatron.lab.results.report import read, reports
 
     option_values.number("--loss-bound", loss_bound, zero=True, unit="nats")
-    found = reports([one for run in runs for one in read(run)], loss_bound)
+    folders = dict.fromkeys(run.resolve() for run in runs)  # globs may name one twice
+    found = reports([one for run in folders for one in read(run)], loss_bound)
     if json_ is not None:
         option_values.json_target(json_)
     # what a program reads on stdout has no table in it

@@ -109,11 +109,12 @@ def _read(folder: Path) -> Run:
 
 
 def reports(runs: Sequence[Run], loss_bound: float | None = None) -> list[Report]:
-    """One for each experiment; runs that resolved to the same arms are repeats of it."""
+    """One for each experiment; runs that resolved to the same arms of a program are repeats."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         one = run.experiment
-        groups.setdefault(repr((one.name, one.arms, one.extra_arguments)), []).append(run)
+        same = one.name, one.program, one.megatron_lm, one.arms, one.extra_arguments
+        groups.setdefault(repr(same), []).append(run)
     return [_report(group, loss_bound) for group in groups.values()]
 
 
