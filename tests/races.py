@@ -13,7 +13,6 @@ from flux_megatron.problem import Pattern, Plan, Problem
 from flux_megatron.tuning import tuner
 from flux_megatron.tuning.plan_entry import Entry
 from flux_megatron.tuning.timing import Race
-from flux_megatron.tuning.trial import Trial
 
 
 def some_problem(pattern: str, layout: str = "nt", M: int = 12, dtype: str = "float32") -> Problem:
@@ -21,7 +20,7 @@ def some_problem(pattern: str, layout: str = "nt", M: int = 12, dtype: str = "fl
 
 
 def measured(problem: Problem, plans: list[Plan], **options) -> Entry:
-    return tuner.measure(Trial, problem, plans, dist.group.WORLD, here(), **options)
+    return tuner.measure(problem, plans, dist.group.WORLD, here(), **options)
 
 
 def defaults(problem: Problem, *names: str) -> list[Plan]:

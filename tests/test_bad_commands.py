@@ -42,7 +42,6 @@ FILES = {
     "old/experiment.json": json.dumps({"format": 0}),
 }
 TUNE_MODEL = "tune --device cpu"
-EXPERTS = "--hidden 8 --ffn 8 --tokens 8"
 MEGATRON = "--hidden-size 64 --num-attention-heads 4"
 PAPER = "simulate paper/gpt3-175b_a100-pcie"
 TINY = "launch cpu/tiny --run-dir new"
@@ -88,19 +87,7 @@ ROWS = [
     (f"{TUNE_MODEL} --hidden 64 --ffn 64 --heads 4 --vocab 65", "vocab 65 given, a multiple of"),
     (f"{TUNE_MODEL} --hidden 64 --ffn 64 --heads 4 --M 7", "--M [7] given, multiples of the 2"),
     (f"{TUNE_MODEL} --hidden 64 --ffn 64 --heads 4 --scale 2", "--scale 2 given without --suite"),
-    (f"{TUNE_MODEL} --hidden 64 --ffn 64 --heads 4 --gated", "--gated given without --experts"),
     (f"{TUNE_MODEL} --hidden 64 --ffn 64 --heads 4 -- {MEGATRON}", "one of --suite, --hidden and"),
-    (f"{TUNE_MODEL} {EXPERTS} --experts 5 --topk 2", "5 experts over 2 ranks given"),
-    (f"{TUNE_MODEL} {EXPERTS} --experts 4 --topk 9", "topk 9 of 4 experts given"),
-    (f"{TUNE_MODEL} {EXPERTS} --experts 4 --topk 2 --ep 1", "--ep 1 given, at least 2 expected"),
-    (f"{TUNE_MODEL} {EXPERTS} --experts 4", "--experts needs --topk too"),
-    (f"{TUNE_MODEL} --experts 4 --kv-heads 4", "--kv-heads given with --experts"),
-    (f"{TUNE_MODEL} --suite gpt3-175b --ep 4", "--ep given without --experts"),
-    (
-        f"{TUNE_MODEL} --experts 4 --suite x --tp 2 --M 8 --scale 2 --out x "
-        "--no-sequence-parallel --with-nccl-load",
-        "--suite, --tp, --M, --scale, --out, --no-sequence-parallel, --with-nccl-load given with",
-    ),
     (f"{TUNE_MODEL} word", "'word' given, Megatron's arguments behind -- expected"),
     (f"{TUNE_MODEL} -- --hidden-size 64", "--num-attention-heads expected", "'--hidden-size 64'"),
     (f"{TUNE_MODEL} -- --hidden-size x", "--hidden-size: 'x' given, a whole number above 0"),

@@ -21,7 +21,7 @@ from torch import Tensor
 import flux_megatron
 from flux_megatron import errors
 from flux_megatron.expert_parallel import call, ops, separate, wgrad
-from flux_megatron.expert_parallel.plans import ExpertProblem
+from flux_megatron.expert_parallel.call import ExpertProblem
 from flux_megatron.kernels.experts.weights import ExpertWeights
 from flux_megatron.kernels.experts.wgrad import expert_wgrad
 from flux_megatron.lab import reference

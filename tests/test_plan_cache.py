@@ -39,7 +39,7 @@ ENTRY = Entry(
 
 
 def opened(*folders: Path, where: Environment = HERE) -> PlanCache:
-    return PlanCache(Entry, folders, where)
+    return PlanCache(folders, where)
 
 
 def test_a_hit_and_what_is_measured_again_takes_its_place(tmp_path):
@@ -56,7 +56,7 @@ def test_a_hit_and_what_is_measured_again_takes_its_place(tmp_path):
 def test_what_is_kept_is_found_at_once_and_others_may_read_it(tmp_path):
     device = torch.device("cpu")
     plan_cache.opened.cache_clear()
-    cache = plan_cache.opened(Entry, tmp_path, device)
+    cache = plan_cache.opened(tmp_path, device)
     entry = replace(ENTRY, environment=environment.of(device))
     plan_cache.keep(entry, tmp_path, device)
     assert cache.find(PROBLEM) == entry
@@ -142,7 +142,7 @@ def test_every_shipped_entry_can_be_read_in_the_folder_of_its_gpu():
     assert [plan_cache.slug(name) for name in names] == ["h200", "h100-80gb-hbm3", "cpu"]
     for folder in (shipped.folder("configs") / "tuned").iterdir():
         if folder.is_dir():
-            entries, left_out = plan_cache.read_folders(Entry, folder)
+            entries, left_out = plan_cache.read_folders(folder)
             assert left_out == []
             assert {plan_cache.slug(entry.environment.gpu) for entry in entries} == {folder.name}
 
@@ -166,7 +166,7 @@ FILE = Path(__file__).parent / "plans" / f"format_{plan_entry.FORMAT}.json"
 
 def test_a_file_of_the_present_format_is_read_and_is_what_is_written(tmp_path):
     """Else the format has changed: then raise `FORMAT`, and keep a file of it here."""
-    entries, left_out = plan_cache.read_file(Entry, FILE)
+    entries, left_out = plan_cache.read_file(FILE)
     assert left_out == []
     alone, beside = entries
     assert (alone.problem.beside, beside.problem.beside) == (False, True)
@@ -174,7 +174,7 @@ def test_a_file_of_the_present_format_is_read_and_is_what_is_written(tmp_path):
     assert len(alone.measured) == len(beside.measured) == 7
     assert all(entry.dumps() in FILE.read_text() for entry in entries)
     plan_cache.write_file(tmp_path / "one.json", entries)
-    assert plan_cache.read_file(Entry, tmp_path / "one.json") == (entries, [])
+    assert plan_cache.read_file(tmp_path / "one.json") == (entries, [])
 
 
 def changed(*path: str | int, value: object) -> str:

@@ -23,7 +23,6 @@ from flux_megatron.overlap import fused, low_latency_plans, registry
 from flux_megatron.overlap.low_latency import MOST_ROWS
 from flux_megatron.problem import Pattern, Plan, Problem, Tile
 from flux_megatron.tuning import choice, plan_cache
-from flux_megatron.tuning.plan_entry import Entry
 from flux_megatron.tuning.plan_table import RANGES, PlanTable, for_rows, range_of
 
 HOPPER_BYTES = 232_448  # of shared memory, that a CTA may have
@@ -97,7 +96,7 @@ def test_every_candidate_fits_every_m_of_its_range(number):
 def test_every_shipped_plan_fits_every_m_of_its_range():
     read = 0
     for folder in (shipped.folder("configs") / "tuned").iterdir():
-        for entry in plan_cache.read_folders(Entry, folder)[0]:
+        for entry in plan_cache.read_folders(folder)[0]:
             read += 1
             for M in {*rows_of_range(range_of(entry.problem.M)), entry.problem.M}:
                 problem = replace(entry.problem, M=M // 4 * 4)

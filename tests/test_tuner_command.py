@@ -10,7 +10,6 @@ from started import python
 from flux_megatron.errors import BadInput, RunFailed
 from flux_megatron.problem import Pattern, Plan, Tile
 from flux_megatron.tuning import plan_cache
-from flux_megatron.tuning.plan_entry import Entry
 
 pytest.importorskip("pydantic")
 
@@ -158,7 +157,7 @@ def test_the_command(tmp_path):
     first = run_command(cache, out)
     (file,) = out.iterdir()
     assert file.name == "gpt3-175b_tp2_connections-1.json"
-    entries, errors = plan_cache.read_folders(Entry, out)
+    entries, errors = plan_cache.read_folders(out)
     assert errors == []
     assert len(entries) == 8
     assert f"8 entries in {file}" in first
@@ -174,7 +173,7 @@ def test_the_command(tmp_path):
     second = run_command(cache, out, "--with-nccl-load")
     assert second.count("(known, noise") == 16
     assert " ".join(second.split()).count(", beside others (") == 8  # titles are wrapped
-    both, errors = plan_cache.read_folders(Entry, out)
+    both, errors = plan_cache.read_folders(out)
     assert errors == []
     assert both[::2] == entries
     assert [entry.problem.beside for entry in both] == [False, True] * 8

@@ -43,9 +43,8 @@ def plans(wanted: Wanted) -> Iterator[Finding]:
 
     from flux_megatron import settings
     from flux_megatron.tuning import plan_cache
-    from flux_megatron.tuning.plan_entry import Entry
 
-    cache = plan_cache.opened(Entry, settings.get().cache, torch.device("cuda", 0))
+    cache = plan_cache.opened(settings.get().cache, torch.device("cuda", 0))
     fitting = sum(map(cache.is_here, cache.entries))
     text = f"{len(cache.entries)} of this GPU, {fitting} of just this software"
     remedy = "" if fitting else "first calls race a few plans; flux-megatron tune tries all"

@@ -7,7 +7,7 @@ have in common is asked once for each new kind of call; the number of a rank's r
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,8 +16,7 @@ from torch.distributed import ProcessGroup
 
 from flux_megatron import settings
 from flux_megatron.dispatch import Choice, refuse
-from flux_megatron.expert_parallel import fused, hopper, plans, sequential, signalled
-from flux_megatron.expert_parallel.plans import ExpertProblem
+from flux_megatron.expert_parallel import fused, hopper, sequential, signalled
 from flux_megatron.kernels.experts.weights import ExpertWeights, lie_in_rows
 from flux_megatron.overlap.operands import operands_error
 from flux_megatron.problem import Plan
@@ -93,13 +92,34 @@ def _agreed(
     problem = ExpertProblem(
         operation, capacity, len(w), N, K, dtype, space.world_size, layout, x.device.type
     )
-    if plan is None and settings.get().strategy == "auto" and space.world_size > 1:
-        plan = plans.agreed(problem, space)
-        if plan is not None and _refusal(problem, plan.strategy, x, space) is not None:
-            plan = None  # it needs what is not here
     choice = _choose(problem, x, plan, space)
     space.agreement.confirm(choice.description)
     return choice
+
+
+@dataclass(frozen=True)
+class ExpertProblem:
+    """What ranks have in common of a call.
+
+    `operation` is "a2a_gemm" or "gemm_a2a", for layout "nn" as dgrad of the other one. A rank has
+    `experts` of K columns in and N out, and gets `capacity` rows at most.
+    """
+
+    operation: str
+    capacity: int
+    experts: int
+    N: int
+    K: int
+    dtype: str
+    world_size: int
+    layout: str = "nt"
+    device: str = "cuda"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.operation} capacity {self.capacity} E={self.experts} N={self.N} K={self.K} "
+            f"{self.layout} {self.dtype} over {self.world_size} ranks on {self.device}"
+        )
 
 
 def _choose(

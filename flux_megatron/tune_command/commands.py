@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,16 +51,8 @@ def tune(
         Path | None, typer.Option(help="Folder of entries to ship, as configs/tuned/h200")
     ] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
-    experts: Annotated[
-        int | None,
-        typer.Option(min=1, help="Instead: strategies for so many experts, of all ranks"),
-    ] = None,
-    hidden: Annotated[
-        int | None, typer.Option(min=1, help="Width of a token, of a model or for --experts")
-    ] = None,
-    ffn: Annotated[
-        int | None, typer.Option(min=1, help="Width between fc1 and fc2, or of an expert")
-    ] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="Width of a token")] = None,
+    ffn: Annotated[int | None, typer.Option(min=1, help="Width between fc1 and fc2")] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Attention heads of the model")] = None,
     kv_heads: Annotated[
         int | None, typer.Option(min=1, help="Its key-value heads; default: as many")
@@ -73,36 +64,9 @@ def tune(
         int | None, typer.Option(min=1, help="Padded vocabulary; default: no output layer")
     ] = None,
     swiglu: Annotated[bool, typer.Option("--swiglu", help="The model's fc1 is doubled")] = False,
-    topk: Annotated[int | None, typer.Option(min=1, help="Experts of a token")] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of a micro-batch, on each expert-parallel rank")
-    ] = None,
-    ep: Annotated[
-        int | None, typer.Option(help="Expert-parallel ranks, at least 2, which is the default")
-    ] = None,
-    gated: Annotated[
-        bool, typer.Option("--gated", help="An expert's first GEMM is twice as wide")
-    ] = False,
 ) -> None:
     """Measure which plan is the fastest for each problem of a model, and keep it for later runs."""
     from flux_megatron.tune_command import request
-
-    of_model = {
-        "--suite": suite, "--tp": tp, "--M": M, "--scale": scale, "--out": out,
-        "--no-sequence-parallel": None if sequence_parallel else True,
-        "--with-nccl-load": beside or None,
-        "--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim, "--vocab": vocab,
-        "--swiglu": swiglu or None, "arguments behind --": arguments or None,
-    }  # fmt: skip
-    of_experts = {"--topk": topk, "--tokens": tokens, "--ep": ep, "--gated": gated or None}
-    _refuse(of_model if experts is not None else of_experts, experts is not None)
-    if experts is not None:
-        sizes = {"--hidden": hidden, "--ffn": ffn, "--topk": topk, "--tokens": tokens}
-        _tune_experts(
-            experts, sizes, 2 if ep is None else ep, gated, dtype or "bfloat16", device, again,
-            cuda_max_connections,
-        )  # fmt: skip
-        return
 
     widths = _widths(hidden, ffn, heads, kv_heads, head_dim, swiglu, None if arguments else vocab)
     wanted = request.Request(
@@ -120,14 +84,6 @@ def tune(
     measure.tune(problems, again, out, name)
 
 
-def _refuse(others: Mapping[str, object], experts: bool) -> None:
-    """`BadInput` where options are given that belong to the other of models and experts."""
-    from flux_megatron.errors import BadInput
-
-    if given := [name for name, value in others.items() if value is not None]:
-        raise BadInput(f"{', '.join(given)} given with{'' if experts else 'out'} --experts")
-
-
 def _widths(
     hidden: int | None, ffn: int | None, heads: int | None, kv_heads: int | None,
     head_dim: int | None, swiglu: bool, vocab: int | None,
@@ -142,23 +98,3 @@ def _widths(
     if lacking := [name for name, size in needed.items() if size is None]:
         raise BadInput(f"a model's widths need {', '.join(lacking)} too")
     return Widths(hidden or 0, ffn or 0, heads or 0, kv_heads, head_dim, swiglu, vocab)
-
-
-def _tune_experts(
-    experts: int, sizes: dict[str, int | None], ep: int, gated: bool, dtype: str, device: str,
-    again: bool, cuda_max_connections: int,
-) -> None:  # fmt: skip
-    from flux_megatron import machine
-    from flux_megatron.errors import BadInput
-    from flux_megatron.tune_command import experts as of_experts
-    from flux_megatron.tune_command import request
-
-    if lacking := [name for name, size in sizes.items() if size is None]:
-        raise BadInput(f"--experts needs {', '.join(lacking)} too")
-    hidden, ffn, topk, tokens = (size or 0 for size in sizes.values())
-    option_values.name("--dtype", dtype, request.DTYPES)
-    machine.ranks(device, ep, "--device cpu with a small model", option="--ep", least=2)
-    wanted = of_experts.problems(hidden, ffn, experts, topk, tokens, ep, dtype, device, gated)
-    if "RANK" not in os.environ:
-        raise typer.Exit(request.start(ep, device, cuda_max_connections, sys.argv[1:]))
-    of_experts.run(wanted, again)

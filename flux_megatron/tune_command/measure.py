@@ -12,7 +12,6 @@ from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,18 +21,14 @@ from rich.table import Table
 
 from flux_megatron import settings
 from flux_megatron.errors import RunFailed
-from flux_megatron.expert_parallel.plans import ExpertEntry, ExpertProblem
 from flux_megatron.overlap import registry
 from flux_megatron.problem import Plan, Problem, Tile
 from flux_megatron.symm.workspaces import workspace
 from flux_megatron.tune_command.rank_processes import rendezvous
 from flux_megatron.tuning import environment, plan_cache, tuner
 from flux_megatron.tuning.plan_entry import Entry
-from flux_megatron.tuning.trial import Trial
 
 Watch = Callable[[Plan], None]
-P = TypeVar("P", Problem, ExpertProblem)
-E = TypeVar("E", Entry, ExpertEntry)
 
 
 def tune(problems: Sequence[Problem], again: bool, out: Path | None, name: str) -> None:
@@ -43,7 +38,7 @@ def tune(problems: Sequence[Problem], again: bool, out: Path | None, name: str) 
     after `name`. `again` measures what is known too.
     """
     with joined(problems[0].device) as (group, device):
-        find = plan_cache.opened(Entry, settings.get().cache, device).find
+        find = plan_cache.opened(settings.get().cache, device).find
         measured = partial(_measured, group, device)
         entries = measure_all(problems, group, device, again, find, measured)
         if out is not None and dist.get_rank() == 0:
@@ -77,9 +72,9 @@ def joined(
 
 
 def measure_all(
-    problems: Sequence[P], group: dist.ProcessGroup, device: torch.device, again: bool,
-    find: Callable[[P], E | None], measure: Callable[[P, Watch], E],
-) -> list[E]:  # fmt: skip
+    problems: Sequence[Problem], group: dist.ProcessGroup, device: torch.device, again: bool,
+    find: Callable[[Problem], Entry | None], measure: Callable[[Problem, Watch], Entry],
+) -> list[Entry]:  # fmt: skip
     """The entry of each problem, as found or as measured now. Rank 0 has them; it shows tables and
     writes the user's cache.
     """
@@ -105,7 +100,7 @@ def measure_all(
     return entries
 
 
-def refuse_lacking(problems: Sequence[P], entries: Sequence[E]) -> None:
+def refuse_lacking(problems: Sequence[Problem], entries: Sequence[Entry]) -> None:
     """`RunFailed` on rank 0 where a problem was not measured."""
     lacking = len(problems) - len(entries)
     if lacking and dist.get_rank() == 0:
@@ -122,10 +117,10 @@ def _measured(
     missing = workspace(group, device).missing
     names = [*registry.runnable(problem, "auto", missing)]
     plans = tuner.candidates(problem, names, missing)
-    return tuner.measure(Trial, problem, plans, group, device, watch=watch)
+    return tuner.measure(problem, plans, group, device, watch=watch)
 
 
-def table(entry: Entry | ExpertEntry, known: bool) -> Table:
+def table(entry: Entry, known: bool) -> Table:
     """The plans of a problem from the fastest to those that failed; the winner in bold."""
     note = "known" if known else f"{entry.rounds} rounds"
     title = f"{entry.problem} ({note}, noise {entry.noise_us:.1f} us)"

@@ -26,7 +26,6 @@ from flux_megatron.symm.workspace import Workspace
 from flux_megatron.tuning import ahead, plan_cache, tuner
 from flux_megatron.tuning.plan_entry import Entry
 from flux_megatron.tuning.plan_table import RANGES, PlanTable, raced_as, racers
-from flux_megatron.tuning.trial import Trial
 
 ROUNDS = 5  # of a race
 # A model has 8 layer kinds: 4 layers, forward and backward. If all of them cannot race all their
@@ -57,7 +56,7 @@ def agreed_table(problem: Problem, plan: Plan | None, space: Workspace) -> PlanT
     answer: dict[str, Any] = {"races": False, "apart": False, "points": []}
     if space.group.rank() == 0 and plan is None and settings.get().strategy == "auto":
         races = answer["races"] = _may_race(space)
-        cache = plan_cache.opened(Entry, settings.get().cache, space.device)
+        cache = plan_cache.opened(settings.get().cache, space.device)
         entries = cache.of_kind(kind, here=races)
         answer["apart"] = settings.get().tune == "met"
         answer["points"] = [(entry.problem.M, entry.plan.dumps()) for entry in entries]
@@ -167,7 +166,7 @@ def _measured(problem: Problem, plans: list[Plan], space: Workspace) -> Entry | 
         nonlocal timed
         timed = time.monotonic()
 
-    given = Trial, problem, plans, space.group, space.device
+    given = problem, plans, space.group, space.device
     try:
         entry = tuner.measure(*given, rounds=ROUNDS, all_ran=all_ran, gap_s=GAP_S)
     except tuner.NotMeasured as error:

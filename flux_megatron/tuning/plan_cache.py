@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Generic
 
 import torch
 
@@ -27,26 +26,26 @@ from flux_megatron import shipped
 from flux_megatron.problem import Problem
 from flux_megatron.tuning import environment, link
 from flux_megatron.tuning.environment import Environment
-from flux_megatron.tuning.plan_entry import FORMAT, AnyEntry, E, decode
+from flux_megatron.tuning.plan_entry import FORMAT, Entry, decode
 
 
-class PlanCache(Generic[E]):
-    """The entries of a kind in some folders, for one machine; earlier folders come first."""
+class PlanCache:
+    """The entries in some folders, for one machine; earlier folders come first."""
 
-    def __init__(self, kind: type[E], folders: Iterable[Path], environment: Environment) -> None:
+    def __init__(self, folders: Iterable[Path], environment: Environment) -> None:
         self.environment = environment
-        here = [folder / slug(environment.gpu) / kind.FOLDER for folder in folders]
-        self.entries, self.left_out = read_folders(kind, *here)
+        here = [folder / slug(environment.gpu) for folder in folders]
+        self.entries, self.left_out = read_folders(*here)
 
-    def find(self, problem: object) -> E | None:
+    def find(self, problem: Problem) -> Entry | None:
         """The entry whose problem and environment are equal in every field."""
         return next((e for e in self.entries if e.problem == problem and self.is_here(e)), None)
 
-    def is_here(self, entry: E) -> bool:
+    def is_here(self, entry: Entry) -> bool:
         """Whether it was measured in this environment, with what would run today."""
         return entry.environment == self.environment
 
-    def of_kind(self, kind: Problem, here: bool) -> list[E]:
+    def of_kind(self, kind: Problem, here: bool) -> list[Entry]:
         """Entries of the problem whatever its M, on this GPU and link: those measured in this
         environment, then, unless only they are wanted (`here`), those with other software, or where
         a process sees the link that does not here, or the reverse.
@@ -62,20 +61,20 @@ class PlanCache(Generic[E]):
 
 
 @lru_cache(maxsize=8)
-def opened(kind: type[Any], folder: Path, device: torch.device) -> PlanCache[Any]:
+def opened(folder: Path, device: torch.device) -> PlanCache:
     """The entries of the user's cache, in `folder`, and those we ship, for this environment; read
     once.
     """
     ours = shipped.folder("configs") / "tuned"
-    cache = PlanCache(kind, [user_folder(folder), ours], environment.of(device))
+    cache = PlanCache([user_folder(folder), ours], environment.of(device))
     for reason in cache.left_out:
         warnings.warn(f"flux_megatron: measured plans are left out: {reason}", stacklevel=2)
     return cache
 
 
-def keep(entry: AnyEntry, folder: Path, device: torch.device) -> None:
+def keep(entry: Entry, folder: Path, device: torch.device) -> None:
     """Use the entry from now on, here and in later runs."""
-    opened(type(entry), folder, device).entries.insert(0, entry)  # type: ignore[arg-type]
+    opened(folder, device).entries.insert(0, entry)
     try:
         store(user_folder(folder), entry)
     except OSError as error:
@@ -92,9 +91,9 @@ def slug(gpu: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
 
 
-def read_folders(kind: type[E], *folders: Path) -> tuple[list[E], list[str]]:
+def read_folders(*folders: Path) -> tuple[list[Entry], list[str]]:
     """All entries of the folders' JSON files, and what was left out."""
-    entries: list[E] = []
+    entries: list[Entry] = []
     left_out: list[str] = []
     for folder in folders:
         try:
@@ -105,13 +104,13 @@ def read_folders(kind: type[E], *folders: Path) -> tuple[list[E], list[str]]:
             left_out.append(f"{folder}: {error}")
             continue
         for file in (folder / name for name in names):
-            found, reasons = read_file(kind, file)
+            found, reasons = read_file(file)
             entries += found
             left_out += [f"{file}{reason}" for reason in reasons]
     return entries, left_out
 
 
-def read_file(kind: type[E], file: Path) -> tuple[list[E], list[str]]:
+def read_file(file: Path) -> tuple[list[Entry], list[str]]:
     """Its entries, and what of it was left out."""
     try:
         content = json.loads(file.read_text())
@@ -121,11 +120,11 @@ def read_file(kind: type[E], file: Path) -> tuple[list[E], list[str]]:
         return [], [": a format and a list of entries expected"]
     if (written_in := content.get("format")) != FORMAT:
         return [], [f": format {written_in}; this version reads {FORMAT}"]
-    entries: list[E] = []
+    entries: list[Entry] = []
     left_out: list[str] = []
     for number, raw in enumerate(content["entries"]):
         try:
-            entry = decode(kind, raw, "entry")
+            entry = decode(Entry, raw, "entry")
         except ValueError as error:  # the others of the file may be good
             left_out.append(f", entry {number}: {error}")
             continue
@@ -136,7 +135,7 @@ def read_file(kind: type[E], file: Path) -> tuple[list[E], list[str]]:
     return entries, left_out
 
 
-def write_file(file: Path, entries: Iterable[AnyEntry]) -> None:
+def write_file(file: Path, entries: Iterable[Entry]) -> None:
     """Replace `file` by the entries, one a line; readers see the old file or the new one."""
     lines = ",\n".join(entry.dumps() for entry in entries)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -154,13 +153,13 @@ def write_file(file: Path, entries: Iterable[AnyEntry]) -> None:
         raise
 
 
-def store(folder: Path, entry: AnyEntry) -> Path:
+def store(folder: Path, entry: Entry) -> Path:
     """Write the entry to the file of its key in the user's cache. The sources are no part of the
     file's name: what is measured again takes the place of what was.
     """
     name, where = entry.FILE.format(entry.problem), replace(entry.environment, sources="")
     key = json.dumps([dataclasses.asdict(entry.problem), dataclasses.asdict(where)])
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    file = folder / slug(where.gpu) / entry.FOLDER / f"{name}_{digest}.json"
+    file = folder / slug(where.gpu) / f"{name}_{digest}.json"
     write_file(file, [entry])
     return file

@@ -11,14 +11,13 @@ import json
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from flux_megatron.overlap import registry
 from flux_megatron.problem import Plan, Problem, own_fields
 from flux_megatron.tuning.environment import Environment
 
 FORMAT = 5
-E = TypeVar("E", bound="AnyEntry")
 
 
 @dataclass(frozen=True)
@@ -34,20 +33,18 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class AnyEntry:
-    """The best plan of a problem in an environment, and how it was found.
-
-    `FOLDER`, in that of a GPU, has its files; `FILE` is how they are called after the problem.
+class Entry:
+    """The best plan of a problem in an environment, and how it was found. `FILE` is how its file is
+    called after the problem.
 
     `untried` counts plans for which a time limit left no time; there is none any more. `noise_us`
     is how much `sequential` differs from itself between two calls of one round. Where
     `signalled` was in the race, times in `measured` are those of GPU and host together.
     """
 
-    FOLDER: ClassVar[str] = ""
-    FILE: ClassVar[str]
+    FILE: ClassVar = "{0.pattern}_{0.M}x{0.N}x{0.K}_{0.layout}_{0.dtype}_tp{0.world_size}"
 
-    problem: Any
+    problem: Problem
     environment: Environment
     plan: Plan
     measured: tuple[Measured, ...]
@@ -63,26 +60,14 @@ class AnyEntry:
 
     def why_not(self) -> str | None:
         """Why its plan is none for its problem, or None."""
-        return None
+        if self.problem.M < 1:
+            return f"M {self.problem.M} given, 1 or more expected"
+        return registry.why_not(self.problem, self.plan)
 
 
 def _written(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     given = dict(pairs)
     return own_fields(given) if "strategy" in given else given
-
-
-@dataclass(frozen=True)
-class Entry(AnyEntry):
-    """That of linear layers."""
-
-    FILE = "{0.pattern}_{0.M}x{0.N}x{0.K}_{0.layout}_{0.dtype}_tp{0.world_size}"
-
-    problem: Problem
-
-    def why_not(self) -> str | None:
-        if self.problem.M < 1:
-            return f"M {self.problem.M} given, 1 or more expected"
-        return registry.why_not(self.problem, self.plan)
 
 
 def decode(kind: Any, raw: Any, where: str) -> Any:

@@ -14,7 +14,6 @@ communication hides is part of what is chosen.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic
 
 import torch
 from torch import Tensor
@@ -28,7 +27,6 @@ from flux_megatron.scaling import E4M3, Scaling, result_dtype
 from flux_megatron.symm.channel import Channel
 from flux_megatron.symm.word_channel import WordChannel
 from flux_megatron.symm.workspace import Workspace
-from flux_megatron.tuning.plan_entry import E, Entry
 from flux_megatron.wgrad import accumulate_wgrad_by_torch
 
 WGRAD_ROWS = 64  # of the weight's gradient that are compared: each sums over all rows of x and dy
@@ -37,34 +35,42 @@ LARGEST_TILE = 256  # rows or columns: some strategies send whole tiles
 # it, and one that hangs is one plan less. The group's own bound is 480 s with torch's default.
 WAIT_S = 60.0
 TOLERANCE = 0.25  # of the root mean square: a stale tile is off by 1 and more, rounding by 0.05
+# Strategies beside which the host's work counts in a race. This one has a collective a band, for
+# which a GPU may wait: a step that its host holds up loses their work, and gains no GPU's time.
+# Chosen by GPUs alone, plans of up to 16 bands took a step of 139 ms to 199 (Qwen3-14B, 6 layers,
+# M = 4096, TP 2 over host memory, 2 x H200, 2026-11-30, h200x2/checks.jsonl).
+BY_HOST = ("signalled",)
 
 
-class AnyTrial(Generic[E]):
+class Trial:
     """Operands of one problem on this rank: `renew`, `rehearse` and `learn` before anything else.
 
     Calls run in a workspace of the trial's own. A plan that fails may leave that unusable: `renew`
     it.
     """
 
-    entry: type[E]  # what becomes of it
-    by_host: tuple[str, ...] = ()  # strategies beside which the host's work counts in a race
-    problem: Any
-
-    def __init__(self, problem: Any, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(self, problem: Problem, group: ProcessGroup, device: torch.device) -> None:
         self.problem, self.group, self.device = problem, group, device
         self._spaces: list[Workspace] = []  # the one in use, if any
         self._random = torch.Generator(device).manual_seed(1 + group.rank())  # not the caller's
+        N, K = problem.N_local, problem.K_local
+        self._x = self.random(problem.x_rows, K)
+        self._w = self.random(*((N, K) if problem.layout == "nt" else (K, N)))
+        self._scaling = None
+        if problem.scaled:
+            self._w = self._w.to(E4M3)  # of gradients x alone is in e5m2
+            one, out_dtype = torch.ones(1, device=device), getattr(torch, problem.out_dtype)
+            self._scaling = Scaling(one, one, out_dtype, problem.split_accumulator)
+        if problem.is_backward:
+            rows = problem.M_shard if problem.spec.scatters else problem.M
+            self._layer_x = self.random(rows, N)
+            self._main_grad = torch.zeros(K, N, dtype=torch.float32, device=device)
 
     def random(self, *shape: int) -> Tensor:
         dtype = getattr(torch, self.problem.dtype)
         drawn = torch.bfloat16 if dtype.itemsize == 1 else dtype  # nobody draws FP8
         values = torch.randn(shape, dtype=drawn, device=self.device, generator=self._random)
         return values.to(dtype)
-
-    def rehearse(self) -> None:
-        """Take the memory of `sequential` once, without the other ranks: a rank that has too little
-        says so here, not when others are in its collectives.
-        """
 
     def learn(self) -> None:
         """What the plans must give. Collective."""
@@ -89,65 +95,6 @@ class AnyTrial(Generic[E]):
         self._spaces.clear()
 
     def reserve(self, space: Workspace) -> None:
-        raise NotImplementedError
-
-    def call(self, plan: Plan) -> Callable[[], Tensor]:
-        raise NotImplementedError
-
-    def outputs(self, plan: Plan) -> list[Tensor]:
-        return [self.call(plan)()]
-
-    def verified(self, plan: Plan) -> Callable[[], None]:
-        """`call`, compared with what `sequential` gives; `ArithmeticError` where it differs."""
-
-        def check() -> None:
-            outputs = self.outputs(plan)
-            self.check()
-            for name, given, expected in zip(("y", "dw"), outputs, self._expected, strict=False):
-                limit = TOLERANCE * expected.float().square().mean().sqrt()
-                error = (given.float() - expected.float()).abs().max()
-                if not error <= limit:  # NaN too
-                    raise ArithmeticError(
-                        f"{name} differs by up to {error:.3g} from that of sequential, "
-                        f"less than {limit:.3g} expected"
-                    )
-
-        return check
-
-    def check(self) -> None:
-        """Raise `SignalTimeout` if a call has missed a rank."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._space.check()
-
-
-class Trial(AnyTrial[Entry]):
-    """That of a linear layer."""
-
-    entry = Entry
-    # It has a collective a band, for which a GPU may wait: a step that its host holds up loses
-    # their work, and gains no time of the GPU. Chosen by GPUs alone, plans of up to 16 bands took a
-    # step of 139 ms to 199 (Qwen3-14B, 6 layers, M = 4096, TP 2 over host memory, 2 x H200,
-    # 2026-11-30, h200x2/checks.jsonl). That of experts waits for the GPU itself.
-    by_host = ("signalled",)
-    problem: Problem
-
-    def __init__(self, problem: Problem, group: ProcessGroup, device: torch.device) -> None:
-        super().__init__(problem, group, device)
-        N, K = problem.N_local, problem.K_local
-        self._x = self.random(problem.x_rows, K)
-        self._w = self.random(*((N, K) if problem.layout == "nt" else (K, N)))
-        self._scaling = None
-        if problem.scaled:
-            self._w = self._w.to(E4M3)  # of gradients x alone is in e5m2
-            one, out_dtype = torch.ones(1, device=device), getattr(torch, problem.out_dtype)
-            self._scaling = Scaling(one, one, out_dtype, problem.split_accumulator)
-        if problem.is_backward:
-            rows = problem.M_shard if problem.spec.scatters else problem.M
-            self._layer_x = self.random(rows, N)
-            self._main_grad = torch.zeros(K, N, dtype=torch.float32, device=device)
-
-    def reserve(self, space: Workspace) -> None:
         p, element = self.problem, result_dtype(self._x, self._scaling).itemsize
         if p.spec.gathers:
             _reserve(space, GATHER, p.M * p.K * self._x.element_size())
@@ -160,6 +107,9 @@ class Trial(AnyTrial[Entry]):
             _reserve(space, WORDS, low_latency.words_bytes(p), WordChannel)
 
     def rehearse(self) -> None:
+        """Take the memory of `sequential` once, without the other ranks: a rank that has too little
+        says so here, not when others are in its collectives.
+        """
         self._space.alone = True
         try:
             self.outputs(Plan("sequential"))
@@ -184,6 +134,29 @@ class Trial(AnyTrial[Entry]):
             return [self.call(plan)()]
         self._main_grad.zero_()
         return [self.call(plan)(), self._main_grad[:WGRAD_ROWS].clone()]
+
+    def verified(self, plan: Plan) -> Callable[[], None]:
+        """`call`, compared with what `sequential` gives; `ArithmeticError` where it differs."""
+
+        def check() -> None:
+            outputs = self.outputs(plan)
+            self.check()
+            for name, given, expected in zip(("y", "dw"), outputs, self._expected, strict=False):
+                limit = TOLERANCE * expected.float().square().mean().sqrt()
+                error = (given.float() - expected.float()).abs().max()
+                if not error <= limit:  # NaN too
+                    raise ArithmeticError(
+                        f"{name} differs by up to {error:.3g} from that of sequential, "
+                        f"less than {limit:.3g} expected"
+                    )
+
+        return check
+
+    def check(self) -> None:
+        """Raise `SignalTimeout` if a call has missed a rank."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._space.check()
 
     def _column_backward(self, plan: Plan) -> Tensor:
         build, gather_plan = registry.gather_beside(plan)

@@ -24,9 +24,9 @@ from flux_megatron.symm import objects
 from flux_megatron.symm.places import Missing
 from flux_megatron.tuning import environment
 from flux_megatron.tuning.beside import NoRoom
-from flux_megatron.tuning.plan_entry import E, Failed, Measured
+from flux_megatron.tuning.plan_entry import Entry, Failed, Measured
 from flux_megatron.tuning.timing import GAP_S, Candidate, FailedLater, Race, failure_of, race
-from flux_megatron.tuning.trial import AnyTrial
+from flux_megatron.tuning.trial import BY_HOST, Trial
 
 ROUNDS, RUN_OFF = 12, 4  # of a run-off so many times the rounds
 AGAIN = "sequential again"  # its second turn in every round
@@ -51,18 +51,18 @@ class NotMeasured(Exception):
 
 
 def measure(
-    kind: type[AnyTrial[E]], problem: Any, plans: Sequence[Plan], group: ProcessGroup,
+    problem: Problem, plans: Sequence[Plan], group: ProcessGroup,
     device: torch.device, *, rounds: int = ROUNDS, watch: Watch = lambda plan: None,
     all_ran: Callable[[], None] = lambda: None, gap_s: float = GAP_S,
-) -> E:  # fmt: skip
+) -> Entry:  # fmt: skip
     """Time the plans in `rounds` rounds; the first is `sequential`. The same entry on every rank.
 
-    `NotMeasured`, on every rank, if one has no memory for a trial of this `kind`, or `sequential`
+    `NotMeasured`, on every rank, if one has no memory for a trial, or `sequential`
     itself fails. `watch` is told each plan before its turn; `all_ran`, when each has run once,
     which compiles and loads kernels. A problem `beside` others is raced beside all-reduces.
     """
-    made: list[AnyTrial[E]] = []
-    _take(lambda: made.append(kind(problem, group, device)), group)
+    made: list[Trial] = []
+    _take(lambda: made.append(Trial(problem, group, device)), group)
     with closing(made[0]) as trial:
         for step in (trial.renew, trial.rehearse, trial.learn):
             _take(step, group)
@@ -78,9 +78,9 @@ def _take(step: Callable[[], object], group: ProcessGroup) -> None:
 
 
 def _raced(
-    trial: AnyTrial[E], plans: Sequence[Plan], rounds: int, watch: Watch,
+    trial: Trial, plans: Sequence[Plan], rounds: int, watch: Watch,
     all_ran: Callable[[], None], gap_s: float,
-) -> E:  # fmt: skip
+) -> Entry:  # fmt: skip
     group = trial.group
     running: list[Plan] = []
     failed: list[Failed] = []
@@ -106,7 +106,7 @@ def _raced(
 
 
 def _final(
-    trial: AnyTrial[E], plans: Sequence[Plan], failed: list[Failed], rounds: int, gap_s: float
+    trial: Trial, plans: Sequence[Plan], failed: list[Failed], rounds: int, gap_s: float
 ) -> dict[str, list[float]]:
     """Times of the plans, by their text, and of `AGAIN`.
 
@@ -115,7 +115,7 @@ def _final(
     """
     calls = {plan.dumps(): trial.call(plan) for plan in plans}
     calls[AGAIN] = trial.call(plans[0])
-    with_host = any(plan.strategy in trial.by_host for plan in plans)
+    with_host = any(plan.strategy in BY_HOST for plan in plans)
     beside = trial.problem.beside
     result = _race(trial, calls, rounds=rounds, beside=beside, gap_s=gap_s, with_host=with_host)
     if not result.failures:
@@ -128,7 +128,7 @@ def _final(
     return _final(trial, running, failed, rounds, gap_s)
 
 
-def _race(trial: AnyTrial[E], calls: Mapping[str, Candidate], **options: Any) -> Race:
+def _race(trial: Trial, calls: Mapping[str, Candidate], **options: Any) -> Race:
     """`race`, where a failure is one, whenever it comes."""
     try:
         return race(calls, group=trial.group, device=trial.device, **options)
@@ -177,9 +177,9 @@ def leaders(group: ProcessGroup, value: Any) -> Any:
 
 
 def _entry(
-    trial: AnyTrial[E], plans: Sequence[Plan], failed: Sequence[Failed],
+    trial: Trial, plans: Sequence[Plan], failed: Sequence[Failed],
     times_us: Mapping[str, Sequence[float]], rounds: int, settled: tuple[Plan, float],
-) -> E:  # fmt: skip
+) -> Entry:  # fmt: skip
     winner, noise_us = settled
     lost = [one.plan for one in failed]
     measured = [
@@ -187,7 +187,7 @@ def _entry(
         for plan in plans
         if plan.dumps() in times_us and plan not in lost
     ]
-    return trial.entry(
+    return Entry(
         problem=trial.problem,
         environment=environment.of(trial.device),
         plan=winner,
