@@ -121,7 +121,8 @@ def kind_of(name: str) -> str | None:
 def _why(name: str, layer: Module, chosen: tuple[str, ...] | None) -> str:
     if not is_chosen(name, chosen):
         return NOT_CHOSEN
-    if not getattr(layer, "sequence_parallel", True) and hasattr(layer, "parallel_mode"):
+    in_fp8 = getattr(getattr(layer, "config", None), "fp8", None) is not None
+    if in_fp8 and not getattr(layer, "sequence_parallel", True):
         return "without sequence parallelism TransformerEngine overlaps nothing"
     return f"Megatron built a {type(layer).__module__}.{type(layer).__qualname__}"
 
