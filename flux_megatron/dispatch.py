@@ -146,10 +146,7 @@ def agreed_empty(pattern: Pattern, x: Tensor, w: Tensor, group: ProcessGroup, la
         return False
     space = entered(group, x.device)
     problem = _problem(pattern, x, w, space, layout)
-    if problem not in space.agreed:
-        space.agreement.confirm(str(problem))
-        space.agreed[problem] = None
-    space.note(str(problem))
+    space.note_agreed(str(problem))
     return True
 
 

@@ -208,7 +208,7 @@ def test_an_interrupt_while_a_call_is_closed_is_reported(rank):
     call = Case("ag_gemm", 6, 8, 4, plan=Plan("fused"))
     check(call)
     if rank == 1:
-        closed = mock.patch.object(Channel, "end_in", side_effect=KeyboardInterrupt)
+        closed = mock.patch.object(Channel, "end", side_effect=KeyboardInterrupt)
         with closed, pytest.raises(KeyboardInterrupt):
             check(call)
     else:

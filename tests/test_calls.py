@@ -120,7 +120,7 @@ class Space:
         return self.channel.begin(False)
 
     def end(self, call: SimpleNamespace) -> None:
-        call.channel.end_in(call.region)
+        call.channel.end(call)
 
     device, mailboxes, stage = torch.device("cpu"), False, None
 

@@ -132,7 +132,7 @@ def test_a_channel_has_one_open_call(rank):
     with pytest.raises(errors.WorkspaceError, match="while another was open"):
         space.begin("gather", 10**6)
     space.end(opened)
-    with pytest.raises(AssertionError, match="closed in order"):
+    with pytest.raises(AssertionError, match="closed once"):
         space.end(opened)
 
 

@@ -14,7 +14,7 @@ from flux_megatron import errors
 from flux_megatron.kernels import launch
 from flux_megatron.overlap import transfer
 from flux_megatron.symm import channel as symmetric
-from flux_megatron.symm.signals import MAX_COMM_TILES, WORK_CLAIMS, WORK_WORDS, as_int32
+from flux_megatron.symm.signals import MAX_COMM_TILES, WORK_CLAIMS, WORK_WORDS
 from flux_megatron.symm.workspace import Workspace
 from flux_megatron.symm.workspaces import workspace
 
@@ -48,9 +48,7 @@ class Call:
             "counters": call.channel.tile_counters,
             "work": call.channel.work_counter,
             "status": call.status,
-            "rank": region.rank,
-            "epoch": as_int32(call.epoch),
-            "timeout_ns": call.channel.timeout_ns,
+            **dict(zip(("rank", "epoch", "timeout_ns"), call.numbers, strict=True)),
         }
 
     def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -123,6 +121,4 @@ is open; CPU without `TRITON_INTERPRET=1` |
                 error = f"{self._name}: size_bytes {size_bytes!r} given, 1 or more expected"
                 space.agreement.refuse(error)
                 raise ValueError(error)
-            space.agreement.confirm(description)
-            space.agreed[description] = True
-        space.note(description)
+        space.note_agreed(description)

@@ -90,7 +90,7 @@ def _embedding_all_to_all(
         words = f"no samples of {sum(tables)} tables"
         if compares:
             _compare("", words, space)
-        _noted(words, space)
+        space.note_agreed(words)
         return weight.new_empty(0, sum(tables), weight.shape[-1])
     error = shape_error(weight, indices, offsets, tables, rank, world_size, mode)
     if not error and strategy not in ("auto", *STRATEGIES):
@@ -176,14 +176,6 @@ def _compare(error: str, words: str, space: Workspace) -> None:
     raise errors.ProblemMismatch(f"the ranks of the group do not agree on the call: {quotes}")
 
 
-def _noted(words: str, space: Workspace) -> None:
-    """The ranks confirm a kind of call once, and log each."""
-    if words not in space.agreed:
-        space.agreement.confirm(words)
-        space.agreed[words] = True
-    space.note(words)
-
-
 @contextmanager
 def _call(bags: Bags, strategy: str, space: Workspace, direction: str) -> Iterator[ModuleType]:
     """Choose who computes it, the same on all ranks. The call is counted when it is enqueued; one
@@ -199,7 +191,7 @@ def _call(bags: Bags, strategy: str, space: Workspace, direction: str) -> Iterat
     name = "sequential" if plain else "fused"
     if strategy == "fused" and reason is not None:
         refuse(f"{NAME}: strategy 'fused' cannot run: {reason}", space.group, space.device)
-    _noted(f"{bags} {direction} by {name}", space)
+    space.note_agreed(f"{bags} {direction} by {name}")
     fallback = None if alone else reason
     if fallback is not None:
         note_fallback(NAME, fallback)

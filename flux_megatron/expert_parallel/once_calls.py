@@ -51,10 +51,7 @@ def _call(space: Workspace, channel: str, what: str, size_bytes: int) -> Iterato
     """An open call. `what` is the same on all ranks, which are asked once for each new kind."""
     space.check()
     with space.guard(whole=True), phase(channel):
-        if (key := (channel, what)) not in space.agreed:
-            space.agreement.confirm(f"{channel} {what}")
-            space.agreed[key] = True
-        space.note(f"{channel} {what}")
+        space.note_agreed(f"{channel} {what}")
         call = transfer.begin(space, channel, size_bytes)
         yield call
         space.end(call)

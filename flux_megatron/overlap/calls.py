@@ -228,13 +228,9 @@ class InFlight:
     def _end(self) -> None:
         if self._elsewhere:
             self.engine.hold(*[slot.of(self) for slot in self.program.held])
-        if self._lists is None:
-            for call in self.calls:
-                self.space.end(call)
-            return
         for call in self.calls:
-            call.channel.end_in(call.region)
-        for name in self._lists.launches:
+            self.space.end(call)
+        for name in self._lists.launches if self._lists is not None else ():
             triton_launch.launches[name] += 1
 
     # The two back ends: each enqueues the segment that the call has come to.

@@ -50,6 +50,19 @@ class Call(NamedTuple):
     region: Region
     channel: Channel
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What kernels read of other ranks, their regions and pads, and write to; and the status
+        record.
+        """
+        region = self.region
+        return region.pointers, region.pads[region.rank], region.pad_pointers, self.status
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """This rank, the epoch as kernels compare it, and the bound of their waits in ns."""
+        return self.region.rank, signals.as_int32(self.epoch), self.channel.timeout_ns
+
 
 class Channel:
     """A symmetric buffer in regions, its signals, and the epoch of the last eager call.
@@ -177,14 +190,9 @@ class Channel:
 
     def end(self, call: Call) -> None:
         """Close the call: all that reads its region has been enqueued on the current stream."""
-        captured = call.region is self._captured
-        assert self.open and (captured or call.epoch == self.epoch), "calls are closed in order"
-        self.end_in(call.region)
-
-    def end_in(self, region: Region) -> None:
-        """The same for the call that uses a region."""
+        assert self.open, "a call is closed once"
         if settings.get().poison:
-            self.poison(region)
+            self.poison(call.region)
         self.open = False
 
     @lasting()

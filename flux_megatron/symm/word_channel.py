@@ -61,11 +61,6 @@ class WordChannel(Channel):
         self.epoch += not captured
         return Call(0, self._status.words, self._regions[0], self)
 
-    def end(self, call: Call) -> None:
-        """Close the call."""
-        assert self.open, "calls are closed in order"
-        self.open = False
-
     def poison(self, region: Region) -> None:
         """Nothing: words of other epochs are never taken for data."""
 

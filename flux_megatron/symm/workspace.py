@@ -144,6 +144,13 @@ class Workspace:
             self.check()  # the others may be gone
         self.agreement.confirm(reason)
 
+    def note_agreed(self, description: str) -> None:
+        """`note` a call of a kind that the ranks confirm once."""
+        if description not in self.agreed:
+            self.agreement.confirm(description)
+            self.agreed[description] = True
+        self.note(description)
+
     def note(self, description: str) -> None:
         """Record a call; `ProblemMismatch` if a rank is seen to make another one."""
         if self.failed_alone:

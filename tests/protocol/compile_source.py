@@ -30,6 +30,7 @@ from flux_megatron.kernels.compiled_ahead import NoGpu
 from flux_megatron.kernels.triton_launch import Code, noted
 from flux_megatron.overlap import codes, registry
 from flux_megatron.problem import Plan, Problem
+from flux_megatron.symm.channel import Call
 
 launch.sms = lambda device: 132  # of an H100 or H200
 Compiled = Mapping[str, tuple[Code, int]]  # by name, each with the architecture of its GPU
@@ -58,16 +59,16 @@ def codes_of_plan(
     return codes.launched(build, problem, plan, space, borrows, biased)
 
 
-def call_of(world_size: int) -> Any:
+def call_of(world_size: int) -> Call:
     """An open call, as far as kernels' functions on the host ask it."""
     words, pointers = memory(1), memory(world_size, dtype=torch.int64)
-    region = SimpleNamespace(
+    region: Any = SimpleNamespace(
         world_size=world_size, rank=0, pointers=pointers, own_pad=words, pads=[words] * world_size,
         pad_pointers=pointers, entries=words,
         view=lambda rank, shape, dtype: memory(*shape, dtype=dtype),
     )  # fmt: skip
-    channel = SimpleNamespace(timeout_ns=1, tile_counters=words, work_counter=words)
-    return SimpleNamespace(region=region, channel=channel, status=words, epoch=1)
+    channel: Any = SimpleNamespace(timeout_ns=1, tile_counters=words, work_counter=words)
+    return Call(1, words, region, channel)
 
 
 class Pretended(NoGpu):

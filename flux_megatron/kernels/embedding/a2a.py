@@ -35,7 +35,7 @@ from flux_megatron.kernels.sizes import cdiv, next_power_of_2
 from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.problem import Tile
 from flux_megatron.symm.channel import Call
-from flux_megatron.symm.signals import WORK_CLAIMS, WORK_WORDS, as_int32
+from flux_megatron.symm.signals import WORK_CLAIMS, WORK_WORDS
 
 CTAS_PER_SM = 3  # loads of many bags in flight hide the latency of each
 ROWS_AT_ONCE = 2  # of one bag, in flight together
@@ -204,7 +204,7 @@ def embedding_a2a(
             region.pads[rank], region.pad_pointers, channel.tile_counters, channel.work_counter,
             call.status,
         ),
-        (rank, as_int32(call.epoch), channel.timeout_ns, indices.numel()),
+        (*call.numbers, indices.numel()),
         (rows, samples, slice_samples, D),
         WORLD_SIZE=world_size, MEAN=mean, UNROLL=1 if interpreted else ROWS_AT_ONCE,
     )  # fmt: skip

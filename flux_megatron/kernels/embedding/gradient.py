@@ -26,7 +26,6 @@ from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.triton_launch import launch_kernel
 from flux_megatron.problem import Tile
 from flux_megatron.symm.channel import Call
-from flux_megatron.symm.signals import as_int32
 
 CHUNK = 256  # entries
 
@@ -127,7 +126,7 @@ def embedding_gradient(
         launch_kernel(
             kernel, (sms if interpreted else min(blocks, CTAS_PER_SM * sms),), tile,
             (*tensors, region.pads[region.rank], call.status),
-            (region.rank, as_int32(call.epoch), call.channel.timeout_ns, *numbers), sizes,
+            (*call.numbers, *numbers), sizes,
             WORLD_SIZE=region.world_size, SCALED=scales is not None, CHUNK=chunk,
             UNROLL=1 if interpreted else ROWS_AT_ONCE,
         )  # fmt: skip

@@ -173,8 +173,8 @@ def a2a_gemm(
     launch_kernel(
         a2a_gemm_kernel, launch.persistent_grid(x.device, about.most_tiles(N)),
         launch.without_tma_if_unaligned(about.tile, (K, N), x, w.matrices),
-        (x, w.matrices, y, routes, *about.tensors),
-        (*about.numbers, about.capacity, w.first, w.pitch), (N, K),
+        (x, w.matrices, y, routes, *about.call.tensors),
+        (*about.call.numbers, about.capacity, w.first, w.pitch), (N, K),
         KEEP=keep, PUSHERS=PUSHERS, **about.constants(K),
     )  # fmt: skip
     return y

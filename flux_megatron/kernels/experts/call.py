@@ -44,17 +44,6 @@ class ExpertCall(NamedTuple):
     comm_rows: int
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What kernels read of other ranks: regions and pads; and the status record."""
-        region = self.call.region
-        return region.pointers, region.pads[region.rank], region.pad_pointers, self.call.status
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        call = self.call
-        return call.region.rank, signals.as_int32(call.epoch), call.channel.timeout_ns
-
-    @property
     def groups(self) -> int:
         return self.call.region.world_size * self.experts
 
@@ -92,7 +81,8 @@ def exchange_counts(counts: Tensor, about: ExpertCall, *, rows: int) -> tuple[Te
     received = torch.empty_like(counts)
     launch_kernel(
         exchange_counts_kernel, (1,), Tile(about.tile.block_m, num_warps=4, num_stages=1),
-        (counts, routes, received, *about.tensors), (*about.numbers, rows, about.capacity),
+        (counts, routes, received, *about.call.tensors),
+        (*about.call.numbers, rows, about.capacity),
         BLOCK_R=next_power_of_2(world_size), BLOCK_E=next_power_of_2(experts), ARRIVALS=arrivals,
         **about.constants(1),
     )  # fmt: skip

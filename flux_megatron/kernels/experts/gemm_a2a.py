@@ -152,7 +152,8 @@ def gemm_a2a(
     launch_kernel(
         gemm_a2a_kernel, launch.persistent_grid(x.device, about.most_tiles(N)),
         launch.without_tma_if_unaligned(about.tile, (K, N), x, w.matrices),
-        (x, w.matrices, y, routes, *about.tensors), (*about.numbers, w.first, w.pitch), (N, K),
+        (x, w.matrices, y, routes, *about.call.tensors),
+        (*about.call.numbers, w.first, w.pitch), (N, K),
         **about.constants(N),
     )  # fmt: skip
     return y
@@ -182,9 +183,9 @@ def expert_collect(received: Tensor, y: Tensor, routes: Tensor, about: ExpertCal
     """
     most = cdiv(about.capacity, about.comm_rows) + about.groups  # each may end with a part
     (sms,) = launch.persistent_grid(y.device, most)
-    _, pad, _, status = about.tensors
+    _, pad, _, status = about.call.tensors
     launch_kernel(
         expert_collect_kernel, (min(most, COLLECTING_CTAS * sms),), Tile(num_warps=8),
-        (received, y, routes, pad, status), about.numbers, (y.shape[1],),
+        (received, y, routes, pad, status), about.call.numbers, (y.shape[1],),
         **about.constants(y.shape[1]),
     )  # fmt: skip

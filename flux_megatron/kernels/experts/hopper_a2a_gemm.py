@@ -155,10 +155,10 @@ def a2a_gemm(
             described(received, tile.block_m, tile.block_k),
             descriptors.described_w(w.rows(), layout, tile.block_k, tile.block_n),
             described(y, tile.block_m, tile.block_n),
-            x, y, kept if len(kept) else y, routes, *about.tensors,
+            x, y, kept if len(kept) else y, routes, *about.call.tensors,
             about.call.channel.work_counter,
         ),
-        (*about.numbers, capacity, w.first, w.pitch), (N, K),
+        (*about.call.numbers, capacity, w.first, w.pitch), (N, K),
         CONFIG=expert_config(about, len(kept) > 0),
     )  # fmt: skip
     return y

@@ -158,9 +158,9 @@ def gemm_a2a(
             described(x, tile.block_m, tile.block_k),
             descriptors.described_w(w.rows(), layout, tile.block_k, tile.block_n),
             described(received, tile.block_m, tile.block_n),
-            y, routes, *about.tensors, about.call.channel.work_counter,
+            y, routes, *about.call.tensors, about.call.channel.work_counter,
         ),
-        (*about.numbers, w.first, w.pitch), (N, x.shape[1]), CONFIG=expert_config(about),
+        (*about.call.numbers, w.first, w.pitch), (N, x.shape[1]), CONFIG=expert_config(about),
     )  # fmt: skip
     expert_collect(received, y, routes, about)
     return y

@@ -59,15 +59,6 @@ def region_bytes(world_size: int, tokens: int, columns: int, itemsize: int) -> i
     return world_size * tokens * columns * itemsize
 
 
-def _tensors(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    region = call.region
-    return region.pointers, region.pads[region.rank], region.pad_pointers, call.status
-
-
-def _numbers(call: Call) -> tuple[int, int, int]:
-    return call.region.rank, signals.as_int32(call.epoch), call.channel.timeout_ns
-
-
 def exchange(
     call: Call, chosen: Tensor, weights: Tensor, topk: int, capacity: int, reverse: bool
 ) -> tuple[Routes, Tensor]:
@@ -79,8 +70,8 @@ def exchange(
     places, received = integers(world_size, tokens, slots), integers(1, experts)
     ends = integers(experts)
     of_rows = weights.new_empty(capacity, dtype=torch.float32)
-    pointers, pad, pad_pointers, status = _tensors(call)
-    rank, epoch, timeout_ns = _numbers(call)
+    pointers, pad, pad_pointers, status = call.tensors
+    rank, epoch, timeout_ns = call.numbers
     sizes = {
         "WORLD_SIZE": world_size, "EXPERTS": experts, "BLOCK_E": next_power_of_2(experts),
         "ROWS": ROUTE_ROWS,
@@ -105,8 +96,8 @@ def return_gradients(call: Call, gradients: Tensor, routes: Routes, like: Tensor
     world_size, tokens, slots = routes.places.shape
     experts, blocks = routes.chosen.shape[1] // world_size, cdiv(tokens, ROUTE_ROWS)
     found = torch.empty_like(like)
-    pointers, pad, pad_pointers, status = _tensors(call)
-    rank, epoch, timeout_ns = _numbers(call)
+    pointers, pad, pad_pointers, status = call.tensors
+    rank, epoch, timeout_ns = call.numbers
     sizes = {"WORLD_SIZE": world_size, "SLOTS": slots, "ROWS": ROUTE_ROWS}
     launch_kernel(
         token_routes.return_gradients_kernel, (blocks,), Tile(num_warps=4),
@@ -145,12 +136,11 @@ def _move(kernel, call: Call, data: tuple[Tensor, Tensor], routes: Routes, round
     (ctas,) = launch.persistent_grid(data[0].device, rounds * blocks)
     if ctas > 1:
         ctas = min(rounds * blocks, CTAS_OF_AN_SM * ctas, MOST_CTAS)
-    pointers, pad, pad_pointers, status = _tensors(call)
     launch_kernel(
         kernel, (ctas,), Tile(num_warps=8),
         (*data, routes.places, routes.sent, call.channel.tile_counters, call.channel.work_counter,
-         pointers, pad, pad_pointers, status),
-        (*_numbers(call), routes.tokens, blocks, cdiv(blocks, signals.MAX_COMM_TILES)), (columns,),
+         *call.tensors),
+        (*call.numbers, routes.tokens, blocks, cdiv(blocks, signals.MAX_COMM_TILES)), (columns,),
         WORLD_SIZE=call.region.world_size, SLOTS=routes.slots, ROWS=ROWS,
         COLUMNS=min(COLUMNS, next_power_of_2(columns)),
     )  # fmt: skip
