@@ -3,6 +3,7 @@ cannot compile its kernels. A GPU and a compiler stand in.
 """
 
 import dataclasses
+import sys
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ from triton.compiler.errors import CompilationError
 
 pytest.importorskip("flux_megatron.kernels.hopper.probe")
 
-from flux_megatron.kernels import triton_launch
+from flux_megatron.kernels import hopper, triton_launch
 from flux_megatron.kernels.hopper import config as hopper_config
 from flux_megatron.kernels.hopper import gemm as hopper_gemm
 from flux_megatron.kernels.hopper import probe as hopper_probe
@@ -63,6 +64,14 @@ def untested_triton(gpu):
 def test_what_an_untested_triton_cannot_compile_is_refused(untested_triton):
     fails = mock.Mock(side_effect=CompilationError("", None, "no async_load here"))
     untested_triton.setattr(hopper_probe, "compile_kernels", fails)
+    name, reason = first_strategy()
+    assert name == "fused"
+    assert reason.startswith("this Triton cannot compile the Hopper kernels (")
+
+
+def test_an_untested_triton_whose_gluon_lacks_a_name_is_refused(untested_triton):
+    untested_triton.delattr(hopper, "probe")
+    untested_triton.setitem(sys.modules, hopper_probe.__name__, None)
     name, reason = first_strategy()
     assert name == "fused"
     assert reason.startswith("this Triton cannot compile the Hopper kernels (")

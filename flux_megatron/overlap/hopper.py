@@ -13,8 +13,8 @@ do it, because a copy engine takes 10 us to begin (`Plan.transport`).
                       wait [D] of a few sums, copy them to all, signal [A] | ...
     GEMM+AR, rank r, of few rows: that warp copies each tile to every rank, and each adds all up
 
-The kernels' own files are imported when they are called: they need Gluon, which older versions of
-Triton lack, as `supports` says.
+The kernels' own files are imported when they are called: they need Gluon, of which a newer Triton
+may lack names, as `supports` says then.
 """
 
 from __future__ import annotations

@@ -3,17 +3,17 @@
     python compile_sample.py FILE    writes JSON: name -> {"ptx": ..., "shared_bytes": ...}
 
 The files beside this one compile every configuration, which takes minutes: this is what another
-version of Triton is tried with. Where its Gluon is none for Hopper, only portable kernels are.
+version of Triton is tried with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import compile_hopper
 from compile_kernels import ARCHITECTURES, shipped
 from compile_source import ptx_of, write
 
-from flux_megatron.kernels.hopper import gemm as hopper_gemm
 from flux_megatron.kernels.triton_launch import Code
 
 
@@ -31,11 +31,8 @@ def main() -> None:
         for architecture in ARCHITECTURES
         for name, code in one_of_each(shipped(architecture, ("bfloat16",)), 1)
     }
-    if hopper_gemm.gluon_unavailable() is None:
-        import compile_hopper
-
-        for name, code in one_of_each(compile_hopper.shipped().items(), 0):
-            found[f"hopper {name}"] = code, 90
+    for name, code in one_of_each(compile_hopper.shipped().items(), 0):
+        found[f"hopper {name}"] = code, 90
     write(found, ptx_of)
 
 

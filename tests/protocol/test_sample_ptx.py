@@ -9,8 +9,6 @@ from compiled_apart import named
 from hopper_order import CHECKS as HOPPER_CHECKS
 from ptx_order import CHECKS, parsed
 
-from flux_megatron.kernels.hopper import gemm as hopper_gemm
-
 SCRIPT = "compile_sample.py"
 pytestmark = pytest.mark.timeout(900)
 
@@ -25,8 +23,6 @@ def test_portable_kernels_keep_their_order(compiled, architecture):
 
 
 def test_hopper_kernels_keep_their_order(compiled):
-    if reason := hopper_gemm.gluon_unavailable():
-        pytest.skip(reason)
     kernels = {name.split()[1]: k for name, k in named(compiled, "hopper").items()}
     assert kernels.keys() == HOPPER_CHECKS.keys() - {"sm"}  # a way, not a kernel
     for kind, kernel in kernels.items():

@@ -26,25 +26,15 @@ _FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 @cache
-def gluon_unavailable() -> str | None:
-    """Why the Hopper kernels cannot be imported, or None."""
-    try:
-        pass
-    except Exception as error:  # a name that is not there, or whatever a newer Triton raises
-        return f"this Triton has no Gluon for Hopper ({error})"
-    return None
-
-
-@cache
 def _not_compiled() -> str | None:
     """Why a Triton that is newer than those that were run cannot compile the kernels, or None."""
     if TRITON.untested() is None:
         return None
-    from flux_megatron.kernels.hopper import probe as hopper_probe
-
     try:
+        from flux_megatron.kernels.hopper import probe as hopper_probe
+
         hopper_probe.compile_kernels()
-    except Exception as error:  # Triton's own, of whatever pass cannot go on
+    except Exception as error:  # a name of Gluon's that has moved, or what a pass raises
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
         return f"this Triton cannot compile the Hopper kernels ({reason})"
     return None
@@ -77,7 +67,7 @@ def _refused(
         return f"dtype {dtype} is none of {', '.join(dtypes)}"
     if K % 8 or N % 8:
         return f"rows of K {K} or N {N} are not whole 16-byte units"
-    return gluon_unavailable() or _not_compiled()
+    return _not_compiled()
 
 
 @lru_cache(maxsize=1024)
