@@ -1,6 +1,6 @@
 """All memory order between ranks and between CTAs of Triton kernels, but that of words, which is in
-`word_primitives`. No other Triton file spells an order, a scope or PTX, but for
-`portable.tile_draws`, whose draws order nothing.
+`word_primitives`. No other Triton file spells an order, a scope or PTX, but for draws of
+tiles, which order nothing (`portable.tile_draws`, `portable.gathered_gemm`).
 
 | primitive | order |
 | --- | --- |

@@ -13,7 +13,7 @@ import torch
 from flux_megatron.kernels.hopper.config import BARRIERS_BYTES, SHARED_BYTES
 from flux_megatron.problem import Problem, Tile
 
-FEW_ROWS = 32  # up to which Triton multiplies by mma.sync, which takes its operands from registers
+MMA_SYNC_ROWS = 32  # up to which Triton multiplies by mma.sync, with operands from registers
 HOPPER = 9  # of compute capabilities the first number
 _FROM_SHARED = (HOPPER, 10)  # whose MMAs take operands from shared memory
 
@@ -22,7 +22,7 @@ def stages_bytes(tile: Tile, itemsize: int, capability: int) -> int:
     """What the stages of a tile need. Triton keeps one stage less than it counts where MMAs read
     registers.
     """
-    by_registers = tile.block_m <= FEW_ROWS or itemsize == 4 or capability not in _FROM_SHARED
+    by_registers = tile.block_m <= MMA_SYNC_ROWS or itemsize == 4 or capability not in _FROM_SHARED
     stages = max(1, tile.num_stages - by_registers)
     return stages * (tile.block_m + tile.block_n) * tile.block_k * itemsize
 

@@ -11,7 +11,7 @@ do it, because a copy engine takes 10 us to begin (`Plan.transport`).
     by the SMs        the kernel's store warp copies each tile to its owner, signal [B]
     GEMM+AR           that warp copies each sum to every rank, signal [A]; or the copy engine does:
                       wait [D] of a few sums, copy them to all, signal [A] | ...
-    GEMM+AR, rank r, of few rows: that warp copies each tile to every rank, and each adds all up
+    GEMM+AR, rank r, of a small y: that warp copies each tile to every rank, and each adds all up
 
 The kernels' own files are imported when they are called: they need Gluon, of which a newer Triton
 may lack names, as `supports` says then.
@@ -99,7 +99,7 @@ def _words(channel: ChannelSlots) -> dict[str, Any]:
 
 
 def _push_tiles(
-    p: CallProgram, channel: ChannelSlots, parts: Slot, M_shard: int, N: int, tile: Tile,
+    p: CallProgram, channel: ChannelSlots, outgoing: Slot, M_shard: int, N: int, tile: Tile,
     tiles_comm: int, sums: _Sums | None, behind: int,
 ) -> None:  # fmt: skip
     """Push the tiles of every other rank, in communication tiles of `tiles_comm` tiles, each behind
@@ -107,7 +107,7 @@ def _push_tiles(
     ranks, with signals [A].
     """
     tiles, R = tiles_of_shard(M_shard, N, tile), p.world_size
-    tile_bytes = _rows(tile, p.scaling) * tile.block_n * parts.element_size()
+    tile_bytes = _rows(tile, p.scaling) * tile.block_n * outgoing.element_size()
     counters = channel.fixed("tile_counters").operand
 
     def made_at(which: tuple[int, int]) -> int:
@@ -132,7 +132,7 @@ def _push_tiles(
             arriving = []
         counted.append(counters.plus(4 * (owner * MAX_COMM_TILES + comm_tile)))
         p.move("wait_count", counted[-1], always(count))  # wait [D]
-        to, made, first_made, size = channel, parts, hops * tiles + first, tile_bytes
+        to, made, first_made, size = channel, outgoing, hops * tiles + first, tile_bytes
         peers = [(owner, (p.rank - 1 - hops) % R)]
         if sums and owner == p.rank:
             to, made = sums
@@ -187,16 +187,17 @@ def _gemm_rs(
     behind, tiles_comm = 0, cdiv(tiles, min(COMM_TILES_MAX, wanted))
     if sums:  # in one batch with its signal a wait for the only one could stand before it
         tiles_comm = cdiv(tiles, min(most_comm_tiles(p.world_size), max(2, wanted)))
-        waves_tiles = round(BEHIND_WAVES * hopper_config.sms(p.device))
+        waves_tiles = round(BEHIND_WAVES * hopper_config.resident_ctas(p.device))
         behind = cdiv(waves_tiles, tiles_comm * p.world_size)
     received = channel.region((p.world_size * rows, tile.block_n), dtype)
-    parts: Slot = received
+    outgoing: Slot = received
     if not by_sm:
-        parts = p.x.new_empty((p.world_size - 1) * rows, tile.block_n, dtype=dtype)
+        outgoing = p.x.new_empty((p.world_size - 1) * rows, tile.block_n, dtype=dtype)
         p.move("fork")  # before the kernel: what is pushed waits for tiles, not for its end
     with p.phase("gemm_rs kernel"):
         y: Slot = hopper_gemm_rs.gemm_rs(
-            p.x, p.w, parts=parts, received=received, received_pointers=channel.fixed("pointers"),
+            p.x, p.w, outgoing=outgoing, received=received,
+            received_pointers=channel.fixed("pointers"),
             pad_pointers=channel.fixed("pad_pointers"), **transfer.waits(channel),
             counters=channel.fixed("tile_counters"), **_words(channel), rank=p.rank,
             world_size=p.world_size, tiles_comm=tiles_comm, layout=p.layout, tile=tile,
@@ -204,7 +205,7 @@ def _gemm_rs(
         )  # fmt: skip
     if not by_sm:
         with p.phase("scatter push"):
-            _push_tiles(p, channel, parts, M_shard, N, tile, tiles_comm, sums, behind)
+            _push_tiles(p, channel, outgoing, M_shard, N, tile, tiles_comm, sums, behind)
     if last:
         p.caller_step()
     if not by_sm:

@@ -40,7 +40,7 @@ SMS = 132  # of the Hopper GPUs that have run it
 # others; of 20 MiB 1.04 and 1.11, 1.04 and 1.15 (2 x H200, 2026-11-28, h200x2/pushes.jsonl). Over
 # four ranks twice as much would travel: .95, and 1.10 beside others (1152 x 4096 x 6144).
 EXCHANGED_BYTES = 18 << 20
-FEW_ROWS = 1024  # of all ranks: with more no GEMM was fastest with tiles of 64 rows
+LOW_TILE_ROWS = 1024  # of all ranks: with more no GEMM was fastest with tiles of 64 rows
 # Eight took 1 us less to 2 more where K is 12288, and 19 more at 128 x 5120 x 8192: copies of 128
 # KB and their signals take longer than they hide (2 x H100, 2026-11-25, h100x2/k_parts.jsonl).
 K_PARTS = 4
@@ -144,7 +144,7 @@ def candidates(problem: Problem) -> list[Plan]:
             low = [replace(default, tile=tile) for tile in LOW]
             return low + _in_parts_of_k(problem, low)
         plans = [default, narrow]
-        if problem.M <= FEW_ROWS:
+        if problem.M <= LOW_TILE_ROWS:
             low = [replace(default, tile=tile) for tile in LOW]
             plans += [*low, *_in_parts_of_k(problem, [default, narrow])]
         return plans

@@ -21,7 +21,7 @@ from flux_megatron.symm.places import Missing
 # and the last have all that is below and above.
 LOG2_FEWEST, LOG2_MANY, LOG2_MOST = 3, 10, 13
 RANGES = range(LOG2_FEWEST, LOG2_MOST + 1)
-FEW_ROWS = 64  # up to which `low_latency` is chosen unmeasured
+RULED_ROWS = 64  # up to which `low_latency` is chosen unmeasured
 # Of each strategy. Of two, the fastest plan of GEMM+RS was 1.0 % behind the best of all on average
 # and 9.4 % at most, of four .3 % and 7.4 % (87 entries of configs/tuned with M >= 1024); of AG+GEMM
 # `hopper` has two there. One takes .04 s.
@@ -119,7 +119,7 @@ def ruled(problem: Problem, names: Iterable[str], missing: Missing | None = None
     h100x2/fp8_blockwise.jsonl); a copy engine needs less time than one of them.
     """
     on_cpu = problem.device == "cpu"
-    few = problem.M <= FEW_ROWS and not problem.spec.divided
+    few = problem.M <= RULED_ROWS and not problem.spec.divided
     many = on_cpu or (problem.M_shard if problem.blockwise else problem.M) >= 1 << LOG2_MANY
     for name in names if few or many else ():
         if few if name == "low_latency" else many:

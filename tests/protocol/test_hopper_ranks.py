@@ -125,4 +125,4 @@ def test_the_cases_split_the_last_wave(package):
     assert [(split.split_tiles, split.parts) for split in splits] == [
         (4, 3), (2, 3), (1, 2), (1, 4), (2, 3), (2, 2),
     ]  # fmt: skip
-    assert splits[3].cuts(11) == (2, 5, 8)
+    assert splits[3].numbers(11)[3:] == (2, 5, 8)

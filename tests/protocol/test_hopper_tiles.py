@@ -190,7 +190,7 @@ SPLITS = _splits()
 def _work_tiles(split: SplitK, k_tiles: int) -> list[tuple[int, ...]]:
     """Of every work tile: tile, first and last k-tile, part, parts, number of the split tile."""
     tiles = SimpleNamespace(
-        first_part=split.first_part, parts=split.parts, cuts=split.cuts(k_tiles), SPLITS=True
+        first_part=split.first_part, parts=split.parts, cuts=split.numbers(k_tiles)[3:], SPLITS=True
     )
     locate = hopper_split_k.WorkTiles.locate.fn
     return [locate(tiles, work, k_tiles) for work in range(split.work_tiles)]

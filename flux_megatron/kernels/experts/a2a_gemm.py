@@ -86,7 +86,7 @@ def push_rows(
         buffer = tl.multiple_of((tl.load(pointers + owner) + HEADER).to(x.dtype), 16)
         count = tl.load(counts + group) - row
         source = x + first.to(tl.int64) * K
-        copy_rows(source, buffer + there.to(tl.int64) * K, count, K, ROWS, COLUMNS)
+        copy_rows(buffer + there.to(tl.int64) * K, source, count, K, ROWS, COLUMNS)
         announce_group(
             routes, tiles, counts, pad_pointers, step, expert, owner, rank, epoch, 1,
             ROWS, EXPERTS, WORLD_SIZE, PER_SIGNAL,

@@ -79,7 +79,7 @@ def collect(
     count = tl.load(field(routes, SEND_COUNT, groups) + group) - row
     slot = source * MAX_COMM_TILES + 1 + expert // PER_SIGNAL
     wait_acquire_sys(pad, slot, epoch, deadline, status)  # wait [Z]
-    copy_rows(received + place, y + place, count, N, ROWS, COLUMNS)
+    copy_rows(y + place, received + place, count, N, ROWS, COLUMNS)
 
 
 # numbers that change from call to call must not compile a kernel each

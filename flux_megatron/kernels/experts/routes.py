@@ -87,7 +87,7 @@ def announce_group(
 
 
 @triton.jit
-def copy_rows(source, target, count, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def copy_rows(target, source, count, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The first `count` rows of [ROWS, columns]; both are contiguous."""
     rows = tl.arange(0, ROWS)
     for first in range(0, columns, COLUMNS):

@@ -19,7 +19,7 @@ from flux_megatron.kernels import launch
 from flux_megatron.kernels.hopper.config import SHARED_BYTES
 from flux_megatron.kernels.portable.gemm_tile import gemm_tile_part
 from flux_megatron.kernels.primitives import count_acq_rel_gpu
-from flux_megatron.kernels.shared_memory import FEW_ROWS, HOPPER, stages_bytes
+from flux_megatron.kernels.shared_memory import HOPPER, MMA_SYNC_ROWS, stages_bytes
 from flux_megatron.kernels.sizes import cdiv
 from flux_megatron.kernels.word_primitives import fence_sys, send_words
 from flux_megatron.problem import Tile
@@ -127,7 +127,7 @@ def registers_of(
     """
     if device.type == "cpu" or torch.cuda.get_device_capability(device)[0] != HOPPER:
         return 0
-    if tile.block_m > FEW_ROWS or layout != "nt" or dtype.itemsize != 2:
+    if tile.block_m > MMA_SYNC_ROWS or layout != "nt" or dtype.itemsize != 2:
         return 0
     cta_bytes = stages_bytes(tile, dtype.itemsize, HOPPER) + RESERVED_BYTES
     fitting = max(1, SHARED_BYTES // cta_bytes)

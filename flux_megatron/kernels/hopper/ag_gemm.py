@@ -135,14 +135,13 @@ def _sizes(
 ) -> tuple[SplitK, tuple[int, ...]]:
     """What is split along K, and the numbers of a launch that follow from sizes."""
     tiles, k_tiles = tiles_of_shard(M_shard, N, tile) * world_size, cdiv(K, tile.block_k)
-    sms = hopper_config.sms(device)
+    sms = hopper_config.resident_ctas(device)
     split, row_limit = split_last_wave(tiles, k_tiles, sms, tile), NO_LIMIT
     if is_ragged(M_shard, world_size, tile):
         # two tiles make the same rows, whose sums must have one order
         split, row_limit = SplitK(tiles, sms), M_shard - tile.block_m
     return split, (
-        M_shard, N, K, row_limit, split.work_tiles, split.first_part, split.parts,
-        *split.cuts(k_tiles), min(split.ctas, split.first_part),
+        M_shard, N, K, row_limit, *split.numbers(k_tiles), min(split.ctas, split.first_part),
     )  # fmt: skip
 
 

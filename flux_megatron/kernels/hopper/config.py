@@ -86,7 +86,7 @@ def common_config(
     }  # fmt: skip
 
 
-def sms(device: torch.device) -> int:
+def resident_ctas(device: torch.device) -> int:
     """CTAs that run at once: one an SM."""
     (ctas,) = launch.persistent_grid(device, 1 << 30)
     return ctas

@@ -110,12 +110,12 @@ def e4m3_scale(out):
 
 
 @gluon.jit
-def new_staging_tile(y_desc, parts_desc, NUM_WARPS: gl.constexpr):
+def new_staging_tile(y_desc, outgoing_desc, NUM_WARPS: gl.constexpr):
     tile = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_type.shape, y_desc.layout)
-    SCALED: gl.constexpr = parts_desc.dtype != y_desc.dtype
+    SCALED: gl.constexpr = outgoing_desc.dtype != y_desc.dtype
     wire = tile
     if SCALED:
-        wire = reinterpret(tile, parts_desc.dtype, tile.shape, parts_desc.layout)
+        wire = reinterpret(tile, outgoing_desc.dtype, tile.shape, outgoing_desc.layout)
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     scales = gl.allocate_shared_memory(gl.float32, [2, 1], layout)
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -153,13 +153,13 @@ def store_in_slices(matrix, rows, columns, row, col, tile, desc):
 
 @aggregate
 class TileTargets:
-    """Where tiles go: y, the receive buffer of every rank, or `parts`, which the copy engine
+    """Where tiles go: y, the receive buffer of every rank, or `outgoing`, which the copy engine
     pushes; and the counters of tiles by communication tile, of `tiles_comm` tiles each. A tile
     takes `ROWS` rows in the last two: in the one behind those of an e4m3 tile is its scale.
     """
 
-    parts: Pointer
-    parts_desc: Descriptor
+    outgoing: Pointer
+    outgoing_desc: Descriptor
     received_desc: Descriptor
     y_desc: Descriptor
     received_pointers: Pointer
@@ -219,9 +219,9 @@ class TileTargets:
                 signal_release_sys(theirs, slot, signals.epoch)  # signal [B]
         else:
             place = hops * per_shard + number
-            tma_store(self.parts_desc, [place * self.ROWS, 0], staging.wire)
+            tma_store(self.outgoing_desc, [place * self.ROWS, 0], staging.wire)
             if staging.SCALED:
-                gl.store(self.scale_at(self.parts, place), staging.read_scale(0, 1))
+                gl.store(self.scale_at(self.outgoing, place), staging.read_scale(0, 1))
             complete_tma_stores()
             count_release_sys(counter)  # signal [D]
 

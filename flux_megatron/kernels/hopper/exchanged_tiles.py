@@ -1,5 +1,5 @@
-"""What GEMM+AR of few rows has in place of a scatter and a gather: every rank stores its results at
-all ranks, and each adds all of them up itself.
+"""What GEMM+AR of a small y has in place of a scatter and a gather: every rank stores its results
+at all ranks, and each adds all of them up itself.
 """
 
 from __future__ import annotations

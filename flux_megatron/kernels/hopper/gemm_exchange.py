@@ -1,4 +1,4 @@
-"""GEMM+AR of few rows on Hopper: the kernel of GEMM+RS, whose tiles go to every rank. Behind it
+"""GEMM+AR of a small y on Hopper: the kernel of GEMM+RS, whose tiles go to every rank. Behind it
 each rank adds all of them up (`portable.reduce_received`).
 """
 
@@ -31,11 +31,10 @@ def _sizes(
     M: int, N: int, K: int, device: torch.device, tile: Tile
 ) -> tuple[SplitK, tuple[int, ...]]:
     """`gemm_rs._sizes` of one rank, whose tiles wait for nobody."""
-    k_tiles = cdiv(K, tile.block_k)
-    split = split_last_wave(tiles_of_shard(M, N, tile), k_tiles, hopper_config.sms(device), tile)
+    tiles, k_tiles = tiles_of_shard(M, N, tile), cdiv(K, tile.block_k)
+    split = split_last_wave(tiles, k_tiles, hopper_config.resident_ctas(device), tile)
     return split, (
-        M, N, K, 1, split.work_tiles, split.first_part, split.parts, *split.cuts(k_tiles),
-        min(split.ctas, split.first_part),
+        M, N, K, 1, *split.numbers(k_tiles), min(split.ctas, split.first_part),
     )  # fmt: skip
 
 
@@ -52,7 +51,7 @@ def gemm_exchange(
     M, K = x.shape
     config = _compiled_for(world_size, layout, tile, scaling and scaling.kind)
     split, sizes = _sizes(M, N, K, x.device, tile)
-    sums = split.partials * tile.block_m * tile.block_n
+    elements = split.partials * tile.block_m * tile.block_n
     described = descriptors.described
     block = described(own, tile.block_m, tile.block_n)
     launch_kernel(
@@ -60,9 +59,9 @@ def gemm_exchange(
         (
             described(x, tile.block_m, tile.block_k),
             descriptors.described_w(w, layout, tile.block_k, tile.block_n), block, block, block,
-            None, None, *scales_or(x, scaling), partial_sums(x, sums, partial_counters), received,
-            received_pointers, pad_pointers, None, None, None, None, None, pad, status, counters,
-            partial_counters, work_words,
+            None, None, *scales_or(x, scaling), partial_sums(x, elements, partial_counters),
+            received, received_pointers, pad_pointers, None, None, None, None, None, pad, status,
+            counters, partial_counters, work_words,
         ),
         (rank, epoch, timeout_ns, 1, 0, None, None, *sizes),
         CONFIG=config,

@@ -2,8 +2,8 @@
 
     this kernel  takes the tiles of rank+1, rank+2, ... first, of the local shard last. A tile of a
                  remote shard goes to its owner's receive buffer, block `rank`, one of two ways:
-      copy engine  the tile is stored in `parts` and counted [D]; the copy engine waits [D] for all
-                   tiles of a communication tile, pushes it and signals [B]: for large problems
+      copy engine  the tile is stored in `outgoing` and counted [D]; the copy engine waits [D] for
+                   all tiles of a communication tile, pushes it and signals [B]: for large problems
       SMs          the tile is stored there over NVLink and counted [C]; the last of a
                    communication tile signals [B]: for small ones, where latency is all
     this kernel  in the tiles of the local shard: waits [B], fetches the other ranks' tiles while it
@@ -11,10 +11,10 @@
                  they go to every rank from (`gathered_sums`)
     this kernel  for GEMM+AR, behind the last tile: waits [A], copies the other ranks' sums to y
 
-`parts` and receive buffers hold whole tiles in the order in which they are made, so that a
+`outgoing` and receive buffers hold whole tiles in the order in which they are made, so that a
 communication tile is contiguous whatever the order of tiles, and rows beyond the shard need no
-care. The sum is in fp32 and its order fixed: own result, then rank-1, rank-2, ..., the last to
-arrive.
+care. The sum is in fp32 and its order fixed: own result, then rank-1, rank-2, ...: rank-1 sends its
+tiles for this rank first.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ class RsConfig(Config):
     ]
 )  # fmt: skip
 def hopper_gemm_rs_kernel(
-    x_desc, w_desc, parts_desc, received_desc, y_desc, gathered_desc, sums_desc, x_scale, w_scale,
-    partials, tiles_of_others, received_pointers, pad_pointers, gathered_pointers, gather_pads,
+    x_desc, w_desc, outgoing_desc, received_desc, y_desc, gathered_desc, sums_desc, x_scale,
+    w_scale, partials, outgoing, received_pointers, pad_pointers, gathered_pointers, gather_pads,
     gather_pad, result, drawn, pad, status, counters, partial_counters, work_words, rank, epoch,
     timeout_ns: tl.int64, tiles_comm, behind, gather_epoch, M, M_shard, N, K, late, work_tiles,
     first_part, parts, cut_1, cut_2, cut_3, by_id, CONFIG: gl.constexpr,
@@ -192,16 +192,16 @@ def hopper_gemm_rs_kernel(
         CONFIG.SPLIT_ACCUMULATOR,
     )  # fmt: skip
     scales = Scales(x_scale, w_scale, CONFIG.SCALED)
-    staging = new_staging_tile(y_desc, parts_desc, CONFIG.NUM_WARPS)
+    staging = new_staging_tile(y_desc, outgoing_desc, CONFIG.NUM_WARPS)
     order = sizes
     if sums_desc is not None:
         order = InTurns(sizes, tiles_comm, behind)
     operands = AllRows(x_desc, w_desc, sizes, order)
     epilogue = SummedTiles(staging, scales, sizes, signals, late, CONFIG.CHUNKS, layout)
-    sums = Partials(partials, partial_counters, BLOCK_N, CONFIG.NUM_WARPS, 0, 1)
+    partial_tiles = Partials(partials, partial_counters, BLOCK_N, CONFIG.NUM_WARPS, 0, 1)
     targets = TileTargets(
-        tiles_of_others, parts_desc, received_desc, y_desc, received_pointers, pad_pointers,
-        counters, tiles_comm, CONFIG.BY_SM, BLOCK_M + (parts_desc.dtype != y_desc.dtype),
+        outgoing, outgoing_desc, received_desc, y_desc, received_pointers, pad_pointers,
+        counters, tiles_comm, CONFIG.BY_SM, BLOCK_M + (outgoing_desc.dtype != y_desc.dtype),
     )  # fmt: skip
     if gathered_pointers is not None:
         sums_there = Signals(gather_pad, status, gather_epoch, timeout_ns)
@@ -217,7 +217,7 @@ def hopper_gemm_rs_kernel(
     fence_async_shared()  # TMA arrives at some of the barriers
     gl.warp_specialize(
         [
-            (multiply, (epilogue, ring, exchange, tiles, sums, CONFIG.NUM_WARPS)),
+            (multiply, (epilogue, ring, exchange, tiles, partial_tiles, CONFIG.NUM_WARPS)),
             (produce, (operands, ring, exchange, TileScheduler(tiles, work_words, by_id))),
             (move_tiles, (targets, staging, exchange, tiles, order, sizes, signals)),
         ],
@@ -233,11 +233,12 @@ def _sizes(
     each remote shard come before all others.
     """
     shard_tiles, k_tiles = tiles_of_shard(M_shard, N, tile), cdiv(K, tile.block_k)
-    split = split_last_wave(shard_tiles * world_size, k_tiles, hopper_config.sms(device), tile)
+    ctas = hopper_config.resident_ctas(device)
+    split = split_last_wave(shard_tiles * world_size, k_tiles, ctas, tile)
     remote = before * (world_size - 1)  # the tiles behind them wait for other ranks
     return split, (
-        M_shard, N, K, int(shard_tiles <= split.ctas), split.work_tiles, split.first_part,
-        split.parts, *split.cuts(k_tiles), min(split.ctas, split.first_part, remote),
+        M_shard, N, K, int(shard_tiles <= split.ctas), *split.numbers(k_tiles),
+        min(split.ctas, split.first_part, remote),
     )  # fmt: skip
 
 
@@ -249,7 +250,7 @@ def _compiled_for(
 
 
 def gemm_rs(
-    x: Memory, w: Memory, *, parts: Memory, received: Memory, received_pointers: Memory,
+    x: Memory, w: Memory, *, outgoing: Memory, received: Memory, received_pointers: Memory,
     pad_pointers: Memory, pad: Memory, status: Memory, counters: Memory, partial_counters: Memory,
     work_words: Memory, rank: int, world_size: int, epoch: program.Number, timeout_ns: int,
     tiles_comm: int, layout: str, tile: Tile, by_sm: bool,
@@ -261,7 +262,7 @@ def gemm_rs(
 
     | tensor | shape, with T tiles [B_M, B_N] a shard |
     | --- | --- |
-    | parts | [(R - 1) * T * B_M, B_N]: this rank's tiles for rank+1, rank+2, ...; `by_sm`: unused |
+    | outgoing | [(R - 1) * T * B_M, B_N]: this rank's tiles for rank+1, ...; `by_sm`: unused |
     | received | [R * T * B_M, B_N]: the tiles that rank 0, 1, ... have sent to this rank |
 
     Tiles of e4m3 have a row more, which begins with their scale.
@@ -281,17 +282,17 @@ def gemm_rs(
         before = min((behind + 1) * tiles_comm, before)
     config = _compiled_for(world_size, layout, tile, by_sm, chunks, scaling and scaling.kind)
     split, sizes = _sizes(M_shard, N, K, world_size, x.device, tile, before)
-    sums = split.partials * tile.block_m * tile.block_n
+    elements = split.partials * tile.block_m * tile.block_n
     described = descriptors.described
     launch_kernel(
         hopper_gemm_rs_kernel, (split.ctas,), tile,
         (
             described(x, tile.block_m, tile.block_k),
             descriptors.described_w(w, layout, tile.block_k, tile.block_n),
-            described(parts, *block), described(received, *block), described(own, *block),
+            described(outgoing, *block), described(received, *block), described(own, *block),
             gathering and described(gathering.gathered, *block),
             of_all.sums and described(of_all.sums, *block), *scales_or(x, scaling),
-            partial_sums(x, sums, partial_counters), parts, received_pointers, pad_pointers,
+            partial_sums(x, elements, partial_counters), outgoing, received_pointers, pad_pointers,
             of_all.pointers, of_all.pad_pointers, of_all.pad, of_all.y, of_all.drawn, pad, status,
             counters, partial_counters, work_words,
         ),

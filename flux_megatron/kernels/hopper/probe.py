@@ -39,7 +39,7 @@ def _scatter(x: Tensor, w: Tensor, words: Tensor, by_sm: bool) -> None:
     out = x.new_empty(len(x) * N // TILE.block_n, TILE.block_n)
     pointers = torch.zeros(2, dtype=torch.int64, device=x.device)
     hopper_gemm_rs.gemm_rs(
-        x, w, parts=out, received=out, received_pointers=pointers, pad_pointers=pointers, pad=words,
-        status=words, counters=words, partial_counters=words, work_words=words, rank=0,
+        x, w, outgoing=out, received=out, received_pointers=pointers, pad_pointers=pointers,
+        pad=words, status=words, counters=words, partial_counters=words, work_words=words, rank=0,
         world_size=2, epoch=1, timeout_ns=10**9, tiles_comm=1, layout="nt", tile=TILE, by_sm=by_sm,
     )  # fmt: skip

@@ -62,10 +62,13 @@ class SplitK(NamedTuple):
         rounds = cdiv(rest * self.parts, self.sms)  # of parts, one an SM at a time
         return whole + rounds * (1 / self.parts + part_k_tiles / k_tiles)
 
-    def cuts(self, k_tiles: int) -> tuple[int, ...]:
-        """Where parts 1, 2, ... of a tile begin, for PARTS_MAX of them."""
+    def numbers(self, k_tiles: int) -> tuple[int, ...]:
+        """What `WorkTiles` is made of: the length of the list, where its parts begin, how many a
+        tile has, and where parts 1, 2, ... of `k_tiles` k-tiles begin, for PARTS_MAX of them.
+        """
         parts = self.parts
-        return tuple([k_tiles * min(i, parts) // parts for i in range(1, PARTS_MAX)])
+        cuts = [k_tiles * min(i, parts) // parts for i in range(1, PARTS_MAX)]
+        return self.work_tiles, self.first_part, parts, *cuts
 
 
 def chunk_count(world_size: int, k_tiles: int) -> int:

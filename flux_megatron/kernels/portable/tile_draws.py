@@ -84,7 +84,7 @@ def settle(tile, work):
 def first_tile(work):
     """The first tile of a CTA: that of its own number if no other CTA has claimed it, else the next
     one. A CTA owns no other tile, so a CTA without an SM, because another kernel holds it, delays
-    no tile. `hopper_scheduler.TileScheduler.begin` says why the first tile goes by number.
+    no tile. `hopper.scheduler.TileScheduler.begin` says why the first tile goes by number.
     """
     tile = tl.program_id(0)
     if not _claim(work, tile):
